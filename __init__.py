@@ -1,0 +1,3 @@
+"""teachercache: run the teacher once, stream its distributions for ever."""
+
+__version__ = "0.1.0"

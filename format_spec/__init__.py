@@ -1,0 +1,76 @@
+"""What the bytes mean: cache requests, manifests and shards."""
+
+from .canonical import canonical_json, parse_canonical
+from .codes import Code
+from .dataset import Dataset, Example, read_jsonl, write_dataset
+from .digest import content_key, digest_bytes, digest_file, is_digest, is_request_id
+from .errors import (
+    CorruptFrame,
+    CorruptHeader,
+    CorruptIndex,
+    DatasetError,
+    FormatError,
+    InvalidRows,
+    LimitExceeded,
+    ManifestError,
+    NotAShard,
+    RequestError,
+    ShardError,
+    TeachercacheError,
+    TruncatedShard,
+    UnsupportedFeature,
+    UnsupportedVersion,
+)
+from .fingerprint import Fingerprint
+from .header import ShardHeader
+from .manifest import Manifest, Quality, QualityTally, ShardDescriptor
+from .request import CacheRequest, Submission
+from .rows import PAD_ID, Rows, ScoredSequence
+from .shard import Shard, ShardWriter
+from .uniforms import tail_uniforms
+from .version import FORMAT_VERSION
+
+__all__ = [
+    "FORMAT_VERSION",
+    "PAD_ID",
+    "CacheRequest",
+    "Code",
+    "CorruptFrame",
+    "CorruptHeader",
+    "CorruptIndex",
+    "Dataset",
+    "DatasetError",
+    "Example",
+    "Fingerprint",
+    "FormatError",
+    "InvalidRows",
+    "LimitExceeded",
+    "Manifest",
+    "ManifestError",
+    "NotAShard",
+    "Quality",
+    "QualityTally",
+    "RequestError",
+    "Rows",
+    "ScoredSequence",
+    "Shard",
+    "ShardDescriptor",
+    "ShardError",
+    "ShardHeader",
+    "ShardWriter",
+    "Submission",
+    "TeachercacheError",
+    "TruncatedShard",
+    "UnsupportedFeature",
+    "UnsupportedVersion",
+    "canonical_json",
+    "content_key",
+    "digest_bytes",
+    "digest_file",
+    "is_digest",
+    "is_request_id",
+    "parse_canonical",
+    "read_jsonl",
+    "tail_uniforms",
+    "write_dataset",
+]

@@ -1,0 +1,5 @@
+"""The version of the bytes; the package's own version is `teachercache.__version__`."""
+
+FORMAT_MAJOR = 0
+FORMAT_MINOR = 1
+FORMAT_VERSION = f"{FORMAT_MAJOR}.{FORMAT_MINOR}"
