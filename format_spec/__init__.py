@@ -17,6 +17,7 @@ from .errors import (
     RequestError,
     ShardError,
     TeachercacheError,
+    TokenizerError,
     TruncatedShard,
     UnsupportedFeature,
     UnsupportedVersion,
@@ -27,6 +28,7 @@ from .manifest import Manifest, Quality, QualityTally, ShardDescriptor
 from .request import CacheRequest, Submission
 from .rows import PAD_ID, Rows, ScoredSequence
 from .shard import Shard, ShardWriter
+from .tokenizer_identity import tokenizer_digest
 from .uniforms import tail_uniforms
 from .version import FORMAT_VERSION
 
@@ -60,6 +62,7 @@ __all__ = [
     "ShardWriter",
     "Submission",
     "TeachercacheError",
+    "TokenizerError",
     "TruncatedShard",
     "UnsupportedFeature",
     "UnsupportedVersion",
@@ -72,5 +75,6 @@ __all__ = [
     "parse_canonical",
     "read_jsonl",
     "tail_uniforms",
+    "tokenizer_digest",
     "write_dataset",
 ]

@@ -161,13 +161,13 @@ def read_jsonl(path: Path) -> Iterator[Example]:
     Raises:
         DatasetError: names the line that is not such an object.
     """
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
                 value = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DatasetError(f"{path.name} line {number} is not JSON: {error}") from error
             present = [name for name in KINDS if isinstance(value, dict) and name in value]
             if len(present) != 1:

@@ -5,6 +5,7 @@ TeachercacheError
     ├── RequestError          a cache request that is not allowed
     ├── ManifestError         a manifest that is not one
     ├── DatasetError          an upload that is not a data set
+    ├── TokenizerError        a folder whose tokenizer cannot be told
     └── ShardError            a shard that must not be read, or rows that must not be written
         ├── NotAShard         wrong magic, or too short to be one
         ├── UnsupportedVersion
@@ -53,6 +54,12 @@ class DatasetError(FormatError):
     """An upload is not a data set that a teacher can score."""
 
     code = Code.INVALID_DATASET
+
+
+class TokenizerError(FormatError):
+    """A folder has no tokenizer, or one that cannot be read."""
+
+    code = Code.UNSUPPORTED_TEACHER
 
 
 class ShardError(FormatError):

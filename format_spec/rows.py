@@ -5,7 +5,9 @@ Shapes: L tokens of a sequence, P = L - 1 rows, K kept entries, N tail samples.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +57,24 @@ class Rows:
 
     def __len__(self) -> int:
         return int(self.token_ids_PK.shape[0])
+
+    def __getitem__(self, positions: slice) -> Rows:
+        columns: dict[str, Any] = {}
+        for name in (field.name for field in fields(self)):
+            column = getattr(self, name)
+            columns[name] = None if column is None else column[positions]
+        return Rows(**columns)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Rows]) -> Rows:
+        """Return the rows of all parts, which must be at least one and have the same columns."""
+        columns: dict[str, Any] = {}
+        for name in (field.name for field in fields(cls)):
+            arrays = [getattr(part, name) for part in parts]
+            if len({None if array is None else array.shape[1:] for array in arrays}) != 1:
+                raise InvalidRows(f"cannot concatenate rows whose {name} differ in kind")
+            columns[name] = None if arrays[0] is None else np.concatenate(arrays)
+        return cls(**columns)
 
     @property
     def k(self) -> int:

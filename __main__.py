@@ -1,0 +1,8 @@
+"""Makes `python -m teachercache` the console script."""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

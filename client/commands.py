@@ -1,0 +1,227 @@
+"""The client's verbs: submit, wait, status, retry, ls, pull. Each returns its exit code and raises ClientError."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..format_spec import is_request_id
+from ..format_spec.codes import EXIT_OK
+from ..format_spec.request import AUTO, DEFAULT_K, DEFAULT_SHARD_POSITIONS
+
+if TYPE_CHECKING:
+    from .client import Client
+    from .views import Estimate, RequestView
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+# Someone sits in front of it and may have mistyped the url.
+RETRY_S = 20.0
+
+
+def register(subparsers: Subparsers) -> None:
+    """Add the client's verbs to the command line."""
+    _register_submit(subparsers)
+
+    wait = _verb(subparsers, "wait", _wait, "wait until a request is complete")
+    wait.add_argument("request", help="request id")
+    wait.add_argument("--timeout", type=float, metavar="SECONDS", help="give up waiting after this time (exit code 7)")
+
+    status = _verb(subparsers, "status", _status, "show one request")
+    status.add_argument("request", help="request id")
+
+    retry = _verb(subparsers, "retry", _retry, "queue a failed request again; what it finished stays")
+    retry.add_argument("request", help="request id")
+
+    _verb(subparsers, "ls", _ls, "list the server's requests, the newest first")
+
+    pull = _verb(subparsers, "pull", _pull, "fetch a complete cache into a directory, to be read without a server")
+    pull.add_argument("cache", help="request id (waited for when it still runs) or manifest digest")
+    pull.add_argument("directory", type=Path)
+
+
+def _register_submit(subparsers: Subparsers) -> None:
+    submit = _verb(subparsers, "submit", _submit, "upload a data set and have the teacher score it")
+    submit.add_argument("file", type=Path, help="JSON Lines or Parquet; each row has input_ids, text or messages")
+    submit.add_argument("--teacher", help="name or digest; may be left out when the server has one teacher")
+    submit.add_argument("--k", type=int, default=DEFAULT_K, help="entries kept of each distribution (%(default)s)")
+    submit.add_argument(
+        "--tail-samples",
+        type=_count_or_auto,
+        default=AUTO,
+        metavar="N",
+        help="ids drawn from each tail (%(default)s)",
+    )
+    submit.add_argument("--seed", type=int, default=0, help="of the tail samples (%(default)s)")
+    submit.add_argument(
+        "--shard-positions", type=int, default=DEFAULT_SHARD_POSITIONS, metavar="N", help="tokens a shard (%(default)s)"
+    )
+    submit.add_argument(
+        "--wait", action=argparse.BooleanOptionalAction, default=True, help="wait until it is complete (default)"
+    )
+    submit.add_argument("--dry-run", action="store_true", help="upload, then print what it would cost")
+
+
+def _verb(subparsers: Subparsers, name: str, handler: Any, help: str) -> argparse.ArgumentParser:
+    parser = subparsers.add_parser(name, help=help, description=help)
+    parser.add_argument("--url", help="the server (default: TEACHERCACHE_URL)")
+    parser.add_argument("--json", action="store_true", help="print JSON on standard output")
+    parser.set_defaults(handler=handler)
+    return parser
+
+
+def _count_or_auto(text: str) -> int | str:
+    return AUTO if text == AUTO else int(text)
+
+
+def _client(args: argparse.Namespace) -> Client:
+    from .client import Client
+
+    return Client(args.url, retry_s=RETRY_S)
+
+
+def _submit(args: argparse.Namespace) -> int:
+    with _client(args) as client:
+        settings = {
+            "teacher": args.teacher or _only_teacher(client),
+            "k": args.k,
+            "tail_samples": args.tail_samples,
+            "seed": args.seed,
+            "shard_positions": args.shard_positions,
+        }
+        settings["data"] = client.upload(args.file)
+        if args.dry_run:
+            _print_estimate(client.estimate(**settings), args.json)
+            return EXIT_OK
+        view = client.submit(**settings)
+        if not args.json:
+            print(f"request   {view.id}{'' if view.created else ' (exists)'}", flush=True)
+        if args.wait:
+            view = _wait_with_bar(client, view.id)
+    if args.json:
+        _print_json(view.to_json())
+    elif args.wait:
+        print(f"manifest  {view.manifest}")
+    return EXIT_OK
+
+
+def _wait(args: argparse.Namespace) -> int:
+    with _client(args) as client:
+        view = _wait_with_bar(client, args.request, args.timeout)
+    _print_view(view, args.json)
+    return EXIT_OK
+
+
+def _status(args: argparse.Namespace) -> int:
+    with _client(args) as client:
+        _print_view(client.status(args.request), args.json)
+    return EXIT_OK
+
+
+def _retry(args: argparse.Namespace) -> int:
+    with _client(args) as client:
+        _print_view(client.retry(args.request), args.json)
+    return EXIT_OK
+
+
+def _ls(args: argparse.Namespace) -> int:
+    with _client(args) as client:
+        if args.json:
+            _print_json([view.to_json() for view in client.ls()])
+            return EXIT_OK
+        for view in client.ls():
+            print(f"{view.id}  {view.state:10}  {_share(view):>4}  {view.created_at}  {view.teacher_name}")
+    return EXIT_OK
+
+
+def _pull(args: argparse.Namespace) -> int:
+    from .progress import progress
+
+    with _client(args) as client:
+        if is_request_id(args.cache):
+            _wait_with_bar(client, args.cache)
+        with progress("pull") as report:
+            manifest = client.pull(args.cache, args.directory, lambda done, total: report(done, total, f"fetched {_size(done)}"))
+    summary = {"directory": str(args.directory), "manifest": manifest.digest, "shards": len(manifest.shards)}
+    summary |= {"bytes": manifest.num_bytes, "sequences": manifest.sequences, "positions": manifest.num_positions}
+    _print_fields(summary, args.json)
+    return EXIT_OK
+
+
+def _only_teacher(client: Client) -> str:
+    from .errors import ConfigError
+
+    names = [teacher.name for teacher in client.teachers()]
+    if len(names) != 1:
+        raise ConfigError(f"name the teacher with --teacher; the server has {names}")
+    return names[0]
+
+
+def _wait_with_bar(client: Client, request_id: str, timeout_s: float | None = None) -> RequestView:
+    from .progress import progress
+
+    try:
+        with progress("teacher") as report:
+
+            def show(view: RequestView) -> None:
+                speed = f" {view.tokens_per_s:.0f} tokens/s" if view.tokens_per_s else ""
+                report(view.positions_done, view.positions_total, view.state + speed)
+
+            return client.wait(request_id, timeout_s, show)
+    except KeyboardInterrupt:
+        print(f"the server goes on; come back with: teachercache wait {request_id}", file=sys.stderr)
+        raise
+
+
+def _print_estimate(estimate: Estimate, as_json: bool) -> None:
+    if as_json:
+        _print_json(estimate.to_json())
+        return
+    print(f"request    {estimate.id}{' (exists: costs nothing)' if estimate.exists else ''}")
+    print(f"sequences  {estimate.sequences}")
+    print(f"tokens     {estimate.positions}")
+    print(f"bytes      {estimate.estimated_bytes} ({_size(estimate.estimated_bytes)})")
+    seconds = estimate.estimated_seconds
+    print(f"time       {'not known yet' if seconds is None else f'{seconds:.0f} s'}")
+
+
+def _print_view(view: RequestView, as_json: bool) -> None:
+    if as_json:
+        _print_json(view.to_json())
+        return
+    done = f"{view.positions_done} of {'?' if view.positions_total is None else view.positions_total}"
+    fields = {"request": view.id, "state": view.state, "teacher": view.teacher_name, "tokens": done}
+    fields |= {"shards": f"{view.shards_done} of {'?' if view.shards_total is None else view.shards_total}"}
+    if view.error:
+        fields["error"] = f"{view.error.get('detail')} [{view.error.get('code')}]"
+    if view.manifest:
+        fields["manifest"] = view.manifest
+    _print_fields(fields, as_json=False)
+
+
+def _print_fields(fields: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        _print_json(fields)
+        return
+    width = max(map(len, fields))
+    for name, value in fields.items():
+        print(f"{name:{width}}  {value}")
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def _share(view: RequestView) -> str:
+    return f"{100 * view.positions_done // view.positions_total}%" if view.positions_total else ""
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"

@@ -1,0 +1,86 @@
+"""Reads sequences of a cache by their number."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+
+from ..format_spec import (
+    Manifest,
+    ScoredSequence,
+    Shard,
+    ShardDescriptor,
+    ShardError,
+    UnsupportedFeature,
+    UnsupportedVersion,
+)
+from .errors import IntegrityError
+from .source import Source, covered
+
+MAX_OPEN_SHARDS = 128
+ATTEMPTS = 3
+
+
+class SequenceReader:
+    """Opens shards when they are first needed, keeps the last ones open, and has damaged ones repaired."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._open: OrderedDict[str, Shard] = OrderedDict()
+        self._load(source.manifest)
+
+    def reach(self, sequences: int) -> None:
+        """Wait until the first `sequences` sequences can be read."""
+        if self._covered < sequences:
+            self._load(self._source.reach(sequences))
+
+    def read(self, number: int) -> ScoredSequence:
+        """Return sequence `number` of the data set.
+
+        Raises:
+            IntegrityError: its shard is damaged and stays so.
+        """
+        shard = self._manifest.shards[int(np.searchsorted(self._firsts, number, side="right")) - 1]
+        where = f"sequence {number} (number {number - shard.first} of shard {shard.digest})"
+        for attempt in range(ATTEMPTS):
+            try:
+                return self._opened(shard).read(number - shard.first)
+            except (UnsupportedVersion, UnsupportedFeature):
+                raise
+            except (ShardError, OSError) as error:
+                self._drop(shard)
+                if attempt == ATTEMPTS - 1:
+                    raise IntegrityError(f"{where} cannot be read: {error}") from error
+                self._source.repair(shard, error)
+        raise AssertionError("unreachable")
+
+    def close(self) -> None:
+        """Close the shards."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def _load(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._firsts = np.array([shard.first for shard in manifest.shards], np.int64)
+        self._covered = covered(manifest)
+
+    def _opened(self, descriptor: ShardDescriptor) -> Shard:
+        shard = self._open.get(descriptor.digest)
+        if shard is None:
+            shard = self._source.open(descriptor)
+            self._open[descriptor.digest] = shard
+            self._check(shard, descriptor)
+            if len(self._open) > MAX_OPEN_SHARDS:
+                self._open.popitem(last=False)[1].close()
+        self._open.move_to_end(descriptor.digest)
+        return shard
+
+    def _check(self, shard: Shard, descriptor: ShardDescriptor) -> None:
+        if shard.num_sequences != descriptor.sequences or shard.header.fingerprint != self._manifest.fingerprint:
+            raise IntegrityError(f"shard {descriptor.digest} is sound, but is not what its manifest says")
+
+    def _drop(self, descriptor: ShardDescriptor) -> None:
+        shard = self._open.pop(descriptor.digest, None)
+        if shard is not None:
+            shard.close()

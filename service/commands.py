@@ -1,0 +1,87 @@
+"""`teachercache serve` and `teachercache worker`."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from threading import Event, Thread
+from typing import Any
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `serve` and `worker`; what is not given comes from TEACHERCACHE_... variables, else a default."""
+    parser = subparsers.add_parser("serve", help="serve teachers over HTTP, with a worker process that scores")
+    _add_shared(parser)
+    parser.add_argument("--host", help="loopback address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port to listen on, 0 for a free one (8765)")
+    parser.add_argument("--upload-limit", type=int, metavar="BYTES", help="largest data set to take (16 GiB)")
+    parser.add_argument("--drain-seconds", type=float, help="time to end in after SIGTERM (10)")
+    parser.set_defaults(handler=run_serve)
+    parser = subparsers.add_parser("worker", help="run the teacher for a data directory; serve starts one by itself")
+    _add_shared(parser)
+    parser.add_argument("--supervised", action="store_true", help="end when standard input does")
+    parser.set_defaults(handler=run_worker)
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Serve until a signal."""
+    from .server import serve
+
+    serve(_settings(args))
+    return 0
+
+
+def run_worker(args: argparse.Namespace) -> int:
+    """Work until a signal, or until nothing was to be done for a while."""
+    import logging
+
+    from .data_dir import DataDir
+    from .sqlite_meta import SqliteMeta
+    from .store import LocalStore
+    from .worker import Worker
+
+    settings = _settings(args)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    data_dir = DataDir(settings.data_dir)
+    stop = Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda number, frame: stop.set())
+    if args.supervised:
+        Thread(target=_await_end_of_input, args=(stop,), daemon=True).start()
+    store = LocalStore(data_dir.root, settings.free_space_reserve)
+    Worker(settings, store, SqliteMeta(data_dir.database), stop).run()
+    return 0
+
+
+def _add_shared(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--teacher",
+        action="append",
+        metavar="NAME=PATH",
+        help="a teacher to serve, a folder or hub id; may be repeated",
+    )
+    parser.add_argument("--data-dir", help="where everything is kept ($XDG_DATA_HOME/teachercache)")
+    parser.add_argument("--engine", help="what runs the teachers (transformers)")
+    parser.add_argument("--dtype", help="float32, bfloat16, float16 or auto, what the teacher's config says (auto)")
+    parser.add_argument("--free-space-reserve", type=int, metavar="BYTES", help="disk space never used (1 GiB)")
+    parser.add_argument("--idle-seconds", type=float, help="idle time after which the worker frees memory (300)")
+    parser.add_argument("--lease-seconds", type=float, help="time without progress after which a worker is lost (300)")
+
+
+def _settings(args: argparse.Namespace) -> Any:
+    from .errors import InvalidSettings
+    from .settings import Settings, load_settings, parse_teachers
+
+    given = {name: getattr(args, name, None) for name in Settings.model_fields if name != "teachers"}
+    try:
+        teachers = None if args.teacher is None else parse_teachers(args.teacher)
+    except ValueError as error:
+        raise InvalidSettings(str(error)) from error
+    return load_settings(teachers=teachers, **given)
+
+
+def _await_end_of_input(stop: Event) -> None:
+    # the pipe of the server that started us ends when it does, however that comes
+    sys.stdin.buffer.read()
+    stop.set()

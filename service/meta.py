@@ -1,0 +1,185 @@
+"""What is asked for and how far it is: the records, and the interface to where they are kept.
+
+A request is worked on as tasks. Task `PLAN` validates the data set and cuts it into ranges; task n is the n-th
+range. Whoever works on a task holds a lease with a fence: once the task is leased again, the old fence is refused.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..format_spec import CacheRequest, Code, Fingerprint, Manifest, QualityTally, ShardDescriptor
+from .store import Blob
+
+PLAN = -1
+MAX_ATTEMPTS = 3
+ACTIVE = ("queued", "validating", "running")
+PutBlob = Callable[[bytes], Blob]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request failed."""
+
+    code: Code
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRow:
+    """A request and its progress; `tokens` is the digest of the normalised token file, once it is planned."""
+
+    seq: int
+    id: str
+    spec: CacheRequest
+    teacher_name: str
+    state: str
+    version: int
+    created_at: str
+    updated_at: str
+    tokens: str | None
+    sequences: int | None
+    positions: int | None
+    positions_done: int
+    shards: int | None
+    shards_done: int
+    fingerprint: Fingerprint | None
+    manifest: str | None
+    tokens_scored: int
+    tokens_per_s: float | None
+    failure: Failure | None
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Consecutive sequences of a data set that become one shard."""
+
+    first: int
+    sequences: int
+    positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A validated data set: its normalised token file, row group n of which holds range n."""
+
+    tokens: Blob
+    ranges: tuple[Range, ...]
+
+    @property
+    def sequences(self) -> int:
+        """Sequences in all ranges."""
+        return sum(part.sequences for part in self.ranges)
+
+    @property
+    def positions(self) -> int:
+        """Tokens in all ranges."""
+        return sum(part.positions for part in self.ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to work on a task, while nobody else has leased it since."""
+
+    request: RequestRow
+    number: int
+    range: Range
+    fence: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedShard:
+    """A shard of a request, with the sums of its quality."""
+
+    descriptor: ShardDescriptor
+    quality: dict[str, Any]
+
+
+def owner_of(pid: int) -> str:
+    """Return the name under which the process with this id holds leases."""
+    return f"{socket.gethostname()}:{pid}"
+
+
+def manifest_of(request: RequestRow, shards: Sequence[CommittedShard]) -> Manifest:
+    """Return the manifest of the shards committed so far, at least one."""
+    assert request.fingerprint is not None and request.sequences is not None
+    tally = QualityTally()
+    for shard in shards:
+        tally.merge(shard.quality)
+    return Manifest(
+        request=request.spec,
+        fingerprint=request.fingerprint,
+        teacher_name=request.teacher_name,
+        sequences=request.sequences,
+        complete=sum(shard.descriptor.sequences for shard in shards) == request.sequences,
+        shards=tuple(shard.descriptor for shard in shards),
+        quality=tally.quality(),
+    )
+
+
+class Meta(Protocol):
+    """The records of one data directory; every method is one transaction and may be called from any thread."""
+
+    def submit(self, spec: CacheRequest, teacher_name: str) -> tuple[RequestRow, bool]:
+        """Return the request and whether it is new; one that failed over damaged bytes is queued again."""
+
+    def request(self, request_id: str) -> RequestRow:
+        """Return a request; raises NotFound."""
+
+    def requests(self, limit: int, before: int | None = None) -> list[RequestRow]:
+        """Return requests, newest first, those with `seq` below `before`."""
+
+    def retry(self, request_id: str) -> RequestRow:
+        """Queue a failed request again; raises NotFound, JobFailed when it has not failed."""
+
+    def lease(self, owner: str, seconds: float) -> Lease | None:
+        """Lease the next task: plans before ranges, older requests first. A task out of attempts fails its request."""
+
+    def renew(self, lease: Lease, seconds: float, positions_done: int = 0, tokens_per_s: float | None = None) -> None:
+        """Extend a lease and record progress; raises LeaseLost."""
+
+    def release(self, lease: Lease, error: str | None = None) -> None:
+        """Give a task back; with an error the attempt counts. Nothing happens when the lease is lost."""
+
+    def fail(self, lease: Lease, failure: Failure) -> None:
+        """Fail a lease's request, whose leases are all lost. Nothing happens when this one was lost before."""
+
+    def release_owner(self, owner: str | None, error: str | None) -> int:
+        """Take back all leases of a dead owner, or of all owners, as `release` does; return how many."""
+
+    def commit_plan(self, lease: Lease, plan: Plan) -> None:
+        """Record a plan and its ranges; raises LeaseLost."""
+
+    def adopt_fingerprint(self, lease: Lease, fingerprint: Fingerprint) -> None:
+        """State who scores from now on; shards of another fingerprint are to be made again. Raises LeaseLost."""
+
+    def commit_shard(self, lease: Lease, shard: CommittedShard, tokens_per_s: float, put: PutBlob) -> None:
+        """Record a shard and the newest manifest, which is `put` first; raises LeaseLost."""
+
+    def damaged(self, digest: str, put: PutBlob) -> None:
+        """Forget a blob that is lost, and mark whatever was made of it to be made again."""
+
+    def has_work(self) -> bool:
+        """Tell whether any task of an active request is open."""
+
+    def overdue(self, owner: str) -> bool:
+        """Tell whether an owner holds a lease that has expired."""
+
+    def rate(self, teacher: str, engine: str, dtype: str) -> float | None:
+        """Return the tokens per second of the last shard that this teacher scored."""
+
+    def add_blob(self, blob: Blob, kind: str) -> None:
+        """Record a blob that is durable."""
+
+    def blob_kind(self, digest: str) -> str | None:
+        """Return "upload", "tokens", "shard" or "manifest", None for an unknown digest."""
+
+    def file_digest(self, path: Path) -> str:
+        """Return the digest of a file, from memory while its size and modification time stay."""
+
+    def probe(self) -> None:
+        """Write and sync; raises Unavailable."""

@@ -1,0 +1,147 @@
+"""From an uploaded data set to ranges that can be scored: validation, tokenisation, cutting.
+
+The result is a normalised token file: Parquet with `input_ids` and `loss_mask`, one row group a range, so
+that a range is read without touching the others. The same data set gives the same file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ..format_spec import Code, Dataset, Example
+from .errors import SequenceError
+from .meta import Plan, Range
+from .store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a teacher can score, and where to find its tokenizer."""
+
+    path: Path
+    vocab_size: int
+    max_length: int
+
+
+def make_plan(
+    dataset: Path, limits: Limits, shard_positions: int, store: Store, tick: Callable[[], None] = lambda: None
+) -> Plan:
+    """Validate a data set, store its tokens and return its ranges; `tick` is called after each sequence.
+
+    Raises:
+        DatasetError, SequenceError: the data set cannot be scored; the message names the sequence.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pa.schema([("input_ids", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.bool_()))])
+    ranges: list[Range] = []
+    with store.stage(dataset.stat().st_size) as staging:
+        with pq.ParquetWriter(staging, schema, compression="zstd", write_page_checksum=True) as writer:
+            first = 0
+            for group in cut(_ticking(read_sequences(dataset, limits), tick), shard_positions):
+                columns = [[example.input_ids for example in group], [example.loss_mask for example in group]]
+                table = pa.table(dict(zip(schema.names, columns, strict=True)), schema=schema)
+                writer.write_table(table, row_group_size=len(group))
+                ranges.append(Range(first, len(group), sum(num_tokens(example) for example in group)))
+                first += len(group)
+        return Plan(staging.commit(), tuple(ranges))
+
+
+def count(dataset: Path, limits: Limits) -> tuple[int, int]:
+    """Validate a data set and return its numbers of sequences and tokens; raises as `make_plan` does."""
+    lengths = [num_tokens(example) for example in read_sequences(dataset, limits)]
+    return len(lengths), sum(lengths)
+
+
+def read_range(tokens: Path, part: Range) -> list[Example]:
+    """Return the examples of a range of a normalised token file."""
+    with Dataset(tokens) as dataset:
+        return list(dataset.read(part.first, part.sequences))
+
+
+def read_sequences(path: Path, limits: Limits) -> Iterator[Example]:
+    """Yield the sequences of a data set as token ids that the teacher can score."""
+    with Dataset(path) as dataset:
+        examples: Iterable[Example] = dataset
+        if dataset.kind != "input_ids":
+            examples = _tokenised(dataset, limits.path)
+        for number, example in enumerate(examples):
+            check_sequence(number, token_ids(example), limits)
+            yield example
+
+
+def check_sequence(number: int, ids: npt.NDArray[np.integer], limits: Limits) -> None:
+    """Refuse a sequence that the teacher cannot score.
+
+    Raises:
+        SequenceError: with the code of the rule, naming the sequence, the value and the limit.
+    """
+    if len(ids) < 2:
+        raise SequenceError(
+            f"sequence {number} has {len(ids)} tokens; at least 2 are needed, for row i predicts token i + 1",
+            Code.SEQUENCE_TOO_SHORT,
+        )
+    if len(ids) > limits.max_length:
+        raise SequenceError(
+            f"sequence {number} has {len(ids)} tokens, above the teacher's limit of {limits.max_length}",
+            Code.SEQUENCE_TOO_LONG,
+        )
+    outside = (ids < 0) | (ids >= limits.vocab_size)
+    if outside.any():
+        position = int(outside.argmax())
+        raise SequenceError(
+            f"sequence {number} has token id {ids[position]} at position {position}, outside the teacher's"
+            f" vocabulary of {limits.vocab_size} (0 to {limits.vocab_size - 1})",
+            Code.TOKEN_OUT_OF_VOCABULARY,
+        )
+
+
+def cut(examples: Iterable[Example], shard_positions: int) -> Iterator[list[Example]]:
+    """Yield consecutive groups of at most `shard_positions` tokens, and of at least one sequence."""
+    group: list[Example] = []
+    positions = 0
+    for example in examples:
+        if group and positions + num_tokens(example) > shard_positions:
+            yield group
+            group, positions = [], 0
+        group.append(example)
+        positions += num_tokens(example)
+    if group:
+        yield group
+
+
+def token_ids(example: Example) -> npt.NDArray[np.int64]:
+    """Return the token ids of an example that has them."""
+    assert example.input_ids is not None
+    return example.input_ids
+
+
+def num_tokens(example: Example) -> int:
+    """Return the length of an example that has token ids."""
+    return len(token_ids(example))
+
+
+def _ticking(examples: Iterable[Example], tick: Callable[[], None]) -> Iterator[Example]:
+    for example in examples:
+        tick()
+        yield example
+
+
+def _tokenised(dataset: Dataset, teacher: Path) -> Iterator[Example]:
+    # here, for it brings transformers with it, which a data set of token ids can do without
+    from .engines.errors import UntokenizableExample
+    from .engines.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(teacher)
+    for number, example in enumerate(dataset):
+        try:
+            ids = tokenizer.encode(example)
+        except UntokenizableExample as error:
+            raise SequenceError(f"sequence {number}: {error}", error.code) from error
+        yield Example(input_ids=ids.astype(np.int64))

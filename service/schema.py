@@ -1,0 +1,91 @@
+"""The tables of the database."""
+
+from __future__ import annotations
+
+VERSION = 1
+
+SCHEMA = """
+CREATE TABLE request (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    spec TEXT NOT NULL,
+    teacher_name TEXT NOT NULL,
+    state TEXT NOT NULL CHECK (state IN ('queued', 'validating', 'running', 'complete', 'failed')),
+    version INTEGER NOT NULL DEFAULT 1,
+    created_at TEXT NOT NULL,
+    updated_at TEXT NOT NULL,
+    tokens TEXT,
+    sequences INTEGER,
+    positions INTEGER,
+    fingerprint TEXT,
+    manifest TEXT,
+    tokens_scored INTEGER NOT NULL DEFAULT 0,
+    tokens_per_s REAL,
+    error_code TEXT,
+    error_detail TEXT
+) STRICT;
+
+CREATE TABLE task (
+    request_id TEXT NOT NULL REFERENCES request (id),
+    number INTEGER NOT NULL,
+    first INTEGER NOT NULL,
+    sequences INTEGER NOT NULL,
+    positions INTEGER NOT NULL,
+    state TEXT NOT NULL DEFAULT 'pending' CHECK (state IN ('pending', 'leased', 'done')),
+    positions_done INTEGER NOT NULL DEFAULT 0,
+    fence INTEGER NOT NULL DEFAULT 0,
+    attempts INTEGER NOT NULL DEFAULT 0,
+    owner TEXT,
+    expires_at REAL,
+    error TEXT,
+    digest TEXT,
+    bytes INTEGER,
+    quality TEXT,
+    PRIMARY KEY (request_id, number)
+) STRICT, WITHOUT ROWID;
+
+CREATE INDEX open_task ON task (state) WHERE state != 'done';
+CREATE INDEX task_digest ON task (digest) WHERE digest IS NOT NULL;
+
+CREATE TABLE blob (
+    digest TEXT PRIMARY KEY,
+    bytes INTEGER NOT NULL,
+    kind TEXT NOT NULL CHECK (kind IN ('upload', 'tokens', 'shard', 'manifest'))
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE rate (
+    teacher TEXT NOT NULL,
+    engine TEXT NOT NULL,
+    dtype TEXT NOT NULL,
+    tokens_per_s REAL NOT NULL,
+    PRIMARY KEY (teacher, engine, dtype)
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE file_digest (
+    path TEXT PRIMARY KEY,
+    size INTEGER NOT NULL,
+    mtime_ns INTEGER NOT NULL,
+    digest TEXT NOT NULL
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE probe (id INTEGER PRIMARY KEY CHECK (id = 1), written_at TEXT NOT NULL) STRICT;
+"""
+
+# a request with its progress, as SqliteMeta reads it
+SELECT_REQUEST = """
+SELECT request.*,
+    (SELECT count(*) FROM task WHERE request_id = request.id AND number >= 0) AS shards,
+    (SELECT count(*) FROM task WHERE request_id = request.id AND number >= 0 AND state = 'done') AS shards_done,
+    (SELECT coalesce(sum(positions_done), 0) FROM task WHERE request_id = request.id) AS positions_done
+FROM request
+"""
+
+# plans before ranges: a bad data set is reported while a long job runs; ranges wait for their plan
+NEXT_TASK = """
+SELECT task.* FROM task JOIN request ON request.id = task.request_id
+WHERE request.state IN ('queued', 'validating', 'running')
+    AND (task.state = 'pending' OR (task.state = 'leased' AND task.expires_at < :now))
+    AND (task.number < 0 OR request.tokens IS NOT NULL)
+ORDER BY task.number >= 0, request.seq, task.number
+LIMIT 1
+"""

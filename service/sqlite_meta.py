@@ -1,0 +1,140 @@
+"""The records of one data directory in SQLite."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+from ..format_spec import CacheRequest, Code, digest_file
+from .database import Database
+from .errors import JobFailed, Unavailable
+from .meta import PLAN, Failure, PutBlob, RequestRow
+from .schema import SCHEMA, SELECT_REQUEST, VERSION
+from .sqlite_requests import (
+    insert_blob,
+    now,
+    parse_request,
+    read_request,
+    requeue,
+    set_failure,
+    update,
+    write_manifest,
+)
+from .sqlite_tasks import SqliteTasks
+from .store import Blob
+
+
+class SqliteMeta(SqliteTasks):
+    """`Meta` in a database file on a local file system: write-ahead log, every commit synced."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(Database(path, SCHEMA, VERSION))
+
+    def submit(self, spec: CacheRequest, teacher_name: str) -> tuple[RequestRow, bool]:
+        """Return the request and whether it is new; one that failed over damaged bytes is queued again."""
+        at = now()
+        with self._db.write() as db:
+            created = db.execute(
+                "INSERT INTO request (id, spec, teacher_name, state, created_at, updated_at)"
+                " VALUES (?, ?, ?, 'queued', ?, ?) ON CONFLICT DO NOTHING",
+                (spec.id, spec.canonical().decode(), teacher_name, at, at),
+            ).rowcount
+            if created:
+                db.execute(
+                    "INSERT INTO task (request_id, number, first, sequences, positions) VALUES (?, ?, 0, 0, 0)",
+                    (spec.id, PLAN),
+                )
+            row = read_request(db, spec.id)
+            if row.failure is not None and row.failure.code is Code.CORRUPT:
+                requeue(db, spec.id)
+                row = read_request(db, spec.id)
+        return row, bool(created)
+
+    def request(self, request_id: str) -> RequestRow:
+        """Return a request; raises NotFound."""
+        return read_request(self._db.connection, request_id)
+
+    def requests(self, limit: int, before: int | None = None) -> list[RequestRow]:
+        """Return requests, newest first, those with `seq` below `before`."""
+        rows = self._db.connection.execute(
+            SELECT_REQUEST + " WHERE ?1 IS NULL OR seq < ?1 ORDER BY seq DESC LIMIT ?2", (before, limit)
+        )
+        return [parse_request(row) for row in rows]
+
+    def retry(self, request_id: str) -> RequestRow:
+        """Queue a failed request again; raises NotFound, JobFailed when it has not failed."""
+        with self._db.write() as db:
+            row = read_request(db, request_id)
+            if row.state != "failed":
+                raise JobFailed(f"request {request_id} is {row.state}; only a failed one can be retried")
+            requeue(db, request_id)
+            return read_request(db, request_id)
+
+    def damaged(self, digest: str, put: PutBlob) -> None:
+        """Forget a blob that is lost, and mark whatever was made of it to be made again."""
+        with self._db.write() as db:
+            db.execute("DELETE FROM blob WHERE digest = ?", (digest,))
+            self._lose_shards(db, digest, put)
+            lost = [row["id"] for row in db.execute("SELECT id FROM request WHERE tokens = ?", (digest,))]
+            for request_id in lost:
+                db.execute("UPDATE task SET state = 'pending' WHERE request_id = ? AND number = ?", (request_id, PLAN))
+                update(db, request_id, tokens=None)
+            for row in db.execute("SELECT id FROM request WHERE manifest = ?", (digest,)).fetchall():
+                write_manifest(db, row["id"], put)
+
+    def rate(self, teacher: str, engine: str, dtype: str) -> float | None:
+        """Return the tokens per second of the last shard that this teacher scored."""
+        row = self._db.one(
+            "SELECT tokens_per_s FROM rate WHERE teacher = ? AND engine = ? AND dtype = ?", teacher, engine, dtype
+        )
+        return None if row is None else float(row["tokens_per_s"])
+
+    def add_blob(self, blob: Blob, kind: str) -> None:
+        """Record a blob that is durable."""
+        with self._db.write() as db:
+            insert_blob(db, blob, kind)
+
+    def blob_kind(self, digest: str) -> str | None:
+        """Return "upload", "tokens", "shard" or "manifest", None for an unknown digest."""
+        row = self._db.one("SELECT kind FROM blob WHERE digest = ?", digest)
+        return None if row is None else str(row["kind"])
+
+    def file_digest(self, path: Path) -> str:
+        """Return the digest of a file, from memory while its size and modification time stay."""
+        stat = path.stat()
+        row = self._db.one(
+            "SELECT digest FROM file_digest WHERE path = ? AND size = ? AND mtime_ns = ?",
+            str(path),
+            stat.st_size,
+            stat.st_mtime_ns,
+        )
+        if row is not None:
+            return str(row["digest"])
+        digest = digest_file(path)
+        with self._db.write() as db:
+            db.execute(
+                "INSERT OR REPLACE INTO file_digest VALUES (?, ?, ?, ?)",
+                (str(path), stat.st_size, stat.st_mtime_ns, digest),
+            )
+        return digest
+
+    def probe(self) -> None:
+        """Write and sync; raises Unavailable."""
+        try:
+            with self._db.write() as db:
+                db.execute("INSERT OR REPLACE INTO probe VALUES (1, ?)", (now(),))
+        except sqlite3.Error as error:
+            raise Unavailable(f"the database cannot be written: {error}") from error
+
+    def _lose_shards(self, db: sqlite3.Connection, digest: str, put: PutBlob) -> None:
+        for task in db.execute("SELECT * FROM task WHERE digest = ?", (digest,)).fetchall():
+            request_id = task["request_id"]
+            db.execute(
+                "UPDATE task SET state = 'pending', positions_done = 0, digest = NULL, bytes = NULL, quality = NULL"
+                " WHERE request_id = ? AND number = ?",
+                (request_id, task["number"]),
+            )
+            write_manifest(db, request_id, put)
+            if read_request(db, request_id).state == "complete":
+                detail = f"shard {task['number']} ({digest}) was damaged on disk and set aside; a retry makes it again"
+                set_failure(db, request_id, Failure(Code.CORRUPT, detail))

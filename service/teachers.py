@@ -1,0 +1,188 @@
+"""The teachers that a server serves, told apart by what is in their files; nothing of them is loaded here."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..format_spec import FormatError, canonical_json, digest_bytes, tokenizer_digest
+from ..format_spec.request import AUTO, MAX_SHARD_POSITIONS
+from ..format_spec.tokenizer_identity import TOKENIZER_FILES
+from .errors import MissingExtra, UnknownTeacher, UnsupportedTeacher
+from .settings import Settings
+
+DTYPES = ("float32", "bfloat16", "float16")
+# known here so that the API process need not import an engine; a test compares them with the engines
+DRAWS_TAIL_SAMPLES = {"transformers": True}
+HEAD_DTYPE = "float32"
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
+
+DigestOf = Callable[[Path], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """A teacher in a local folder and how it is run.
+
+    `digest` is that of canonical JSON with the digests of config, weights, tokenizer files and templates;
+    `tokenizer` the identity that a student is compared by.
+    """
+
+    name: str
+    path: Path
+    digest: str
+    tokenizer: str
+    vocab_size: int
+    max_length: int
+    engine: str
+    dtype: str
+    head_dtype: str = HEAD_DTYPE
+
+    @property
+    def draws_tail_samples(self) -> bool:
+        """Whether its rows can have tail samples."""
+        return DRAWS_TAIL_SAMPLES[self.engine]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what clients are told."""
+        return {
+            "name": self.name,
+            "digest": self.digest,
+            "tokenizer": self.tokenizer,
+            "vocab_size": self.vocab_size,
+            "max_length": self.max_length,
+            "engine": self.engine,
+            "dtype": self.dtype,
+            "head_dtype": self.head_dtype,
+            "tail_samples": self.draws_tail_samples,
+        }
+
+
+class Teachers:
+    """The teachers of a server, found by name or digest."""
+
+    def __init__(self, teachers: Iterable[Teacher]) -> None:
+        self.all = tuple(teachers)
+
+    @classmethod
+    def of(cls, settings: Settings, digest_of: DigestOf) -> Teachers:
+        """Read the teachers that the settings name, fetching those that are hub ids."""
+        return cls(
+            read_teacher(name, resolve_path(path), settings.engine, settings.dtype, digest_of)
+            for name, path in settings.teachers.items()
+        )
+
+    def find(self, name_or_digest: str) -> Teacher:
+        """Return a teacher; raises UnknownTeacher."""
+        for teacher in self.all:
+            if name_or_digest in (teacher.name, teacher.digest):
+                return teacher
+        known = sorted(teacher.name for teacher in self.all)
+        raise UnknownTeacher(f"there is no teacher {name_or_digest!r} on this server; it serves {known}")
+
+
+def resolve_path(path: str) -> Path:
+    """Return the local folder of a path or hub id (`owner/name` or `owner/name@revision`), fetching the latter.
+
+    Raises:
+        UnknownTeacher: there is no such folder, and no such model can be fetched.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    match = _HUB_ID.fullmatch(path)
+    if match is None:
+        raise UnknownTeacher(f"{path} is neither a folder nor a hub id (owner/name)")
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    except ModuleNotFoundError as error:
+        raise MissingExtra(f"{path} is no folder, and huggingface_hub is not installed to fetch it") from error
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    try:
+        return Path(snapshot_download(match[1], revision=match[2], allow_patterns=patterns)).resolve()
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UnknownTeacher(f"{path} is not a folder here, and the hub does not give it: {reason}") from error
+
+
+def read_teacher(name: str, path: Path, engine: str, dtype: str, digest_of: DigestOf) -> Teacher:
+    """Return the teacher in a Hugging Face folder.
+
+    `digest_of` gives the digest of a file, and may remember it. `dtype` "auto" is the one that the config states.
+
+    Raises:
+        UnsupportedTeacher: files are missing or damaged, or it would need pickled weights or code of its own.
+    """
+    if engine not in DRAWS_TAIL_SAMPLES:
+        raise UnsupportedTeacher(f"unknown engine {engine!r}; known: {sorted(DRAWS_TAIL_SAMPLES)}")
+    config = _read_json(path / "config.json")
+    if "auto_map" in config:
+        raise UnsupportedTeacher(f"{path} brings code of its own (auto_map), which is not run")
+    text_config = config.get("text_config", config)
+    max_length = text_config.get("max_position_embeddings") or MAX_SHARD_POSITIONS
+    vocab_size = text_config.get("vocab_size")
+    for what, value in (("vocab_size", vocab_size), ("max_position_embeddings", max_length)):
+        if not isinstance(value, int) or value < 1:
+            raise UnsupportedTeacher(f"{path / 'config.json'} has {what} {value!r}, not a positive integer")
+    try:
+        tokenizer = tokenizer_digest(path)
+    except FormatError as error:
+        raise UnsupportedTeacher(str(error)) from error
+    files = ["config.json", *_weights(path)]
+    files += [file for file in (*TOKENIZER_FILES, *TEMPLATE_FILES) if (path / file).is_file()]
+    # file names as values: a name need not be ASCII, as keys of canonical JSON are
+    parts = [[file, digest_of(path / file)] for file in sorted(files)]
+    return Teacher(
+        name=name,
+        path=path,
+        digest=digest_bytes(canonical_json(parts)),
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        max_length=min(max_length, MAX_SHARD_POSITIONS),
+        engine=engine,
+        dtype=_dtype(dtype, text_config, config),
+    )
+
+
+def _weights(path: Path) -> list[str]:
+    if (path / WEIGHTS_INDEX).is_file():
+        names = _read_json(path / WEIGHTS_INDEX).get("weight_map")
+        if not isinstance(names, dict) or not all(Path(str(file)).name == file for file in names.values()):
+            raise UnsupportedTeacher(f"{path / WEIGHTS_INDEX} does not name files of its folder")
+        files = [WEIGHTS_INDEX, *sorted(set(names.values()))]
+    else:
+        files = [WEIGHTS]
+    if missing := [file for file in files if not (path / file).is_file()]:
+        raise UnsupportedTeacher(
+            f"{path} lacks {missing[0]}; only safetensors weights are read, for pickled ones can run code"
+        )
+    return files
+
+
+def _dtype(dtype: str, *configs: dict[str, Any]) -> str:
+    if dtype == AUTO:
+        stated = [config.get("dtype") or config.get("torch_dtype") for config in configs]
+        dtype = next((str(value) for value in stated if value), "float32")
+    if dtype not in DTYPES:
+        raise UnsupportedTeacher(f"dtype {dtype!r} is not one of {list(DTYPES)}; set one with --dtype")
+    return dtype
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UnsupportedTeacher(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UnsupportedTeacher(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UnsupportedTeacher(f"{path} is not a JSON object")
+    return value

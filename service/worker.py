@@ -1,0 +1,219 @@
+"""The process that runs the teacher: one task after the other, each under a lease.
+
+What a shard holds depends on its range and request alone: batches are fixed by the range, and no time or host
+enters. So a range that is scored again after a crash gives the same shard.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from threading import Event
+from typing import BinaryIO, cast
+
+from ..format_spec import (
+    Example,
+    Fingerprint,
+    QualityTally,
+    ScoredSequence,
+    ShardDescriptor,
+    ShardHeader,
+    ShardWriter,
+    TeachercacheError,
+)
+from ..format_spec.request import CacheRequest
+from .dry_run import estimate_bytes
+from .engines import Engine, load_engine
+from .errors import CorruptBlob, LeaseLost, UnsupportedTeacher
+from .meta import PLAN, CommittedShard, Failure, Lease, Meta, owner_of
+from .plan import Limits, cut, make_plan, num_tokens, read_range, token_ids
+from .repair import checked_path
+from .settings import Settings
+from .store import Blob, Store
+from .teachers import Teacher, Teachers
+
+POLL_S = 0.2
+PROGRESS_S = 1.0
+# loading makes no progress that could renew a lease; hundreds of gigabytes may come over a network
+LOAD_S = 3600.0
+# rows come in the order of their length and are held until their turn
+BUFFER_BYTES = 256 * 2**20
+
+_log = logging.getLogger(__name__)
+
+
+class Stopped(Exception):
+    """The worker was told to end; its task is given back."""
+
+
+class Progress:
+    """Renews a lease from the loop that makes progress, at most once a second: a hung engine loses it."""
+
+    def __init__(self, meta: Meta, lease: Lease, seconds: float, stop: Event) -> None:
+        self._meta = meta
+        self._lease = lease
+        self._seconds = seconds
+        self._stop = stop
+        self._begin = self._last = time.monotonic()
+        self.positions = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Positions scored per second so far."""
+        return self.positions / max(time.monotonic() - self._begin, 1e-9)
+
+    def __call__(self, positions: int = 0) -> None:
+        """Count positions; raises LeaseLost, Stopped."""
+        self.positions += positions
+        if self._stop.is_set():
+            raise Stopped
+        if time.monotonic() - self._last >= PROGRESS_S:
+            self._last = time.monotonic()
+            rate = self.tokens_per_s if self.positions else None
+            self._meta.renew(self._lease, self._seconds, self.positions, rate)
+
+
+class Worker:
+    """Works on the tasks of one data directory until `stop` is set or nothing was to be done for a while."""
+
+    def __init__(
+        self, settings: Settings, store: Store, meta: Meta, stop: Event, load: Callable[..., Engine] = load_engine
+    ) -> None:
+        self.owner = owner_of(os.getpid())
+        self._settings = settings
+        self._store = store
+        self._meta = meta
+        self._stop = stop
+        self._load = load
+        self._loaded: tuple[Teacher, Engine] | None = None
+
+    def run(self) -> None:
+        """Work, and return when idle for `idle_seconds` or stopped."""
+        idle_since = time.monotonic()
+        while not self._stop.is_set():
+            if self.step():
+                idle_since = time.monotonic()
+            elif time.monotonic() - idle_since >= self._settings.idle_seconds:
+                _log.info("nothing to do for %s s, ending", self._settings.idle_seconds)
+                return
+            else:
+                self._stop.wait(POLL_S)
+
+    def step(self) -> bool:
+        """Work on one task; return whether there was one."""
+        lease = self._meta.lease(self.owner, self._settings.lease_seconds)
+        if lease is None:
+            return False
+        what = "plan" if lease.number == PLAN else f"range {lease.number}"
+        _log.info("request %s: %s", lease.request.id[:12], what)
+        try:
+            if lease.number == PLAN:
+                self._plan(lease)
+            else:
+                self._score(lease)
+        except Stopped:
+            self._meta.release(lease)
+        except LeaseLost as error:
+            _log.warning("%s", error)
+        except TeachercacheError as error:
+            _log.error("request %s failed: %s", lease.request.id[:12], error)
+            self._meta.fail(lease, Failure(error.code, str(error)))
+        # anything else may pass, such as memory that another program has taken: it costs an attempt
+        except Exception as error:
+            _log.exception("request %s: %s failed", lease.request.id[:12], what)
+            self._meta.release(lease, f"{type(error).__name__}: {error}")
+        return True
+
+    def _plan(self, lease: Lease) -> None:
+        spec = lease.request.spec
+        teacher = self._teacher(spec)
+        limits = Limits(teacher.path, teacher.vocab_size, teacher.max_length)
+        progress = self._progress(lease)
+        dataset = checked_path(spec.data, self._store, self._meta)
+        self._meta.commit_plan(lease, make_plan(dataset, limits, spec.shard_positions, self._store, progress))
+
+    def _score(self, lease: Lease) -> None:
+        spec, part = lease.request.spec, lease.range
+        assert lease.request.tokens is not None
+        try:
+            tokens = checked_path(lease.request.tokens, self._store, self._meta)
+        except CorruptBlob:
+            # the data set is still there: it is planned again before this range is
+            self._meta.release(lease)
+            return
+        # before the teacher works for nothing
+        room = estimate_bytes(part.positions, spec.k, spec.tail_samples)
+        with self._store.stage(room) as staging:
+            teacher, engine = self._engine(lease)
+            fingerprint = engine.fingerprint(teacher.digest, teacher.tokenizer)
+            _check_promise(spec, teacher, fingerprint)
+            self._meta.adopt_fingerprint(lease, fingerprint)
+            progress, tally = self._progress(lease), QualityTally()
+            header = ShardHeader(fingerprint, spec.k, spec.tail_samples, spec.profile)
+            writer = ShardWriter(cast(BinaryIO, staging), header)
+            for sequence in score_in_order(engine, read_range(tokens, part), spec, progress):
+                writer.add(sequence)
+                tally.add(sequence.rows)
+            writer.finish()
+            blob = staging.commit()
+        shard = CommittedShard(_descriptor(lease, blob), tally.to_json())
+        self._meta.commit_shard(lease, shard, progress.tokens_per_s, self._store.put)
+
+    def _progress(self, lease: Lease) -> Progress:
+        return Progress(self._meta, lease, self._settings.lease_seconds, self._stop)
+
+    def _teacher(self, spec: CacheRequest) -> Teacher:
+        """Return the teacher of a request as its files are now; raises UnknownTeacher when they have changed."""
+        return Teachers.of(self._settings, self._meta.file_digest).find(spec.teacher)
+
+    def _engine(self, lease: Lease) -> tuple[Teacher, Engine]:
+        """Return the engine with the teacher of a request, loading it unless it is the one that was used last."""
+        spec = lease.request.spec
+        if self._loaded is None or self._loaded[0].digest != spec.teacher:
+            # the old teacher leaves memory before the new one comes
+            self._loaded = None
+            teacher = self._teacher(spec)
+            self._meta.renew(lease, LOAD_S)
+            _log.info("loading %s into %s", teacher.path, teacher.engine)
+            self._loaded = teacher, self._load(teacher.engine, teacher.path, dtype=teacher.dtype)
+            self._meta.renew(lease, self._settings.lease_seconds)
+        return self._loaded
+
+
+def score_in_order(
+    engine: Engine, examples: list[Example], spec: CacheRequest, progress: Callable[[int], None]
+) -> Iterator[ScoredSequence]:
+    """Yield scored sequences in the order given; an engine gives them in an order of its own.
+
+    The rows held back stay below `BUFFER_BYTES`, by scoring a wide range in several blocks.
+    """
+    row_bytes = 8 * spec.k + 4 * spec.tail_samples + 12
+    for block in cut(examples, BUFFER_BYTES // row_bytes):
+        ids = [token_ids(example) for example in block]
+        done = {}
+        for index, rows in engine.score(ids, k=spec.k, tail_samples=spec.tail_samples, seed=spec.seed):
+            done[index] = rows
+            progress(num_tokens(block[index]))
+        for index, example in enumerate(block):
+            yield ScoredSequence(ids[index].astype("int32"), done.pop(index), example.loss_mask)
+
+
+def _check_promise(spec: CacheRequest, teacher: Teacher, fingerprint: Fingerprint) -> None:
+    """Refuse an engine that turns out to be something else than the request says."""
+    for name, promised, found in (
+        ("vocab_size", teacher.vocab_size, fingerprint.vocab_size),
+        ("engine", spec.engine, fingerprint.engine),
+        ("dtype", spec.dtype, fingerprint.dtype),
+        ("head_dtype", spec.head_dtype, fingerprint.head_dtype),
+    ):
+        if promised != found:
+            raise UnsupportedTeacher(
+                f"teacher {teacher.name!r} runs with {name} {found} here, and the request was made for {promised}"
+            )
+
+
+def _descriptor(lease: Lease, blob: Blob) -> ShardDescriptor:
+    part = lease.range
+    return ShardDescriptor(blob.digest, blob.bytes, part.first, part.sequences, part.positions)

@@ -1,0 +1,97 @@
+"""Text and chat messages become what the teacher's own tokenizer and template say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+import transformers
+from tokenizers import models, pre_tokenizers, processors
+
+from teachercache.format_spec import Code, Example
+from teachercache.service.engines.errors import UntokenizableExample
+from teachercache.service.engines.tokenizer import Tokenizer
+from teachercache.service.errors import UnsupportedTeacher
+
+WORDS = ["<s>", "<unk>", "a", "b", "c", "user"]
+TEMPLATE = (
+    "{% for m in messages %}<s> {{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
+)
+CONVERSATION = [{"role": "user", "content": "a b"}, {"role": "user", "content": "c"}]
+
+
+def save_tokenizer(folder: Path, template: str | None) -> Path:
+    """Save a tokenizer of words that puts <s> before a text."""
+    words = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", unk_token="<unk>")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_text_gets_the_special_tokens_that_the_tokenizer_adds(tmp_path: Path) -> None:
+    ids = Tokenizer(save_tokenizer(tmp_path, None)).encode(Example(text="b a zzz"))
+    assert (ids.tolist(), ids.dtype) == ([0, 3, 2, 1], np.int32)
+
+
+def test_messages_go_through_the_template_and_nothing_is_added(tmp_path: Path) -> None:
+    ids = Tokenizer(save_tokenizer(tmp_path, TEMPLATE)).encode(Example(messages=CONVERSATION))
+    assert (ids.tolist(), ids.dtype) == ([0, 5, 2, 3, 0, 5, 4], np.int32)
+
+
+def test_messages_without_a_template_are_refused(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(save_tokenizer(tmp_path, None))
+    with pytest.raises(
+        UntokenizableExample, match="has no chat template: send a data set of text or input_ids"
+    ) as caught:
+        tokenizer.encode(Example(messages=CONVERSATION))
+    assert caught.value.code is Code.INVALID_DATASET
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('roles must alternate') }}", "{{ messages[0]['x'].y }}", "{% if %}"]
+)
+def test_messages_that_the_template_refuses_are_refused(template: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(save_tokenizer(tmp_path, template))
+    with pytest.raises(UntokenizableExample, match="refuses the messages"):
+        tokenizer.encode(Example(messages=CONVERSATION))
+
+
+def test_the_template_runs_in_a_sandbox(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(save_tokenizer(tmp_path, "{{ messages.__class__.__mro__[1].__subclasses__() }}"))
+    with pytest.raises(UntokenizableExample, match="refuses the messages"):
+        tokenizer.encode(Example(messages=CONVERSATION))
+
+
+@pytest.mark.parametrize("example", [Example(text=""), Example(messages=[])])
+def test_what_has_no_row_is_refused(example: Example, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(save_tokenizer(tmp_path, TEMPLATE))
+    with pytest.raises(UntokenizableExample, match=r"becomes [01] tokens, at least 2 are needed") as caught:
+        tokenizer.encode(example)
+    assert caught.value.code is Code.SEQUENCE_TOO_SHORT
+
+
+def test_token_ids_need_no_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(UntokenizableExample, match="token ids already"):
+        Tokenizer(save_tokenizer(tmp_path, None)).encode(Example(input_ids=np.array([1, 2])))
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedTeacher, match="cannot load a tokenizer"):
+        Tokenizer(tmp_path)
+
+
+def test_the_real_teachers_text_and_conversation(teacher_dir: Path) -> None:
+    tokenizer = Tokenizer(teacher_dir)
+    plain = tokenizers.Tokenizer.from_file(str(teacher_dir / "tokenizer.json"))
+    text = "In 1969, def f(x):\n    return 'na\u00efve'"
+    assert tokenizer.encode(Example(text=text)).tolist() == plain.encode(text).ids
+    ids = tokenizer.encode(
+        Example(messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
+    )
+    rendered = plain.decode(ids.tolist(), skip_special_tokens=False)
+    assert rendered == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"

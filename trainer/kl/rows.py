@@ -1,0 +1,92 @@
+"""The teacher's rows as tensors: what the loss knows of the teacher at each position.
+
+Shapes: P positions, K support entries of a row, N tail samples of a row (K and N padded).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PAD_ID = -1
+
+
+@dataclass(frozen=True, eq=False)
+class TeacherRows:
+    """Sparse teacher distributions at P positions, the torch twin of `format_spec.rows.Rows`.
+
+    Rows are ragged: a slot with a negative token id is padding, and its logprob is never read. Construction checks
+    shapes, dtypes and devices only; values are checked by `topk_kl`, which knows the vocabulary and which positions
+    count.
+
+    Raises:
+        ValueError: a field has another shape, dtype or device than described here, or requires a gradient.
+    """
+
+    token_ids_PK: Tensor
+    """int64, the support; padding is -1."""
+    logprobs_PK: Tensor
+    """float32, nats; padding is -inf."""
+    log_tail_mass_P: Tensor
+    """float32, log of the probability outside the support; -inf is an empty tail."""
+    tail_token_ids_PN: Tensor | None = None
+    """int64, tail samples, repeats allowed; padding is -1; a row whose tail is empty has none."""
+    entropy_P: Tensor | None = None
+    """float32, entropy of the teacher's full distribution in nats; only the `sampled` objective reads it."""
+
+    def __post_init__(self) -> None:
+        if self.token_ids_PK.dim() != 2 or self.token_ids_PK.shape[1] < 1:
+            raise ValueError(f"token_ids_PK must be [P, K >= 1], got {list(self.token_ids_PK.shape)}")
+        positions, k = self.token_ids_PK.shape
+        self._check("token_ids_PK", (positions, k), torch.int64)
+        self._check("logprobs_PK", (positions, k), torch.float32)
+        self._check("log_tail_mass_P", (positions,), torch.float32)
+        if self.tail_token_ids_PN is not None:
+            samples = self.tail_token_ids_PN.shape[-1] if self.tail_token_ids_PN.dim() else 0
+            self._check("tail_token_ids_PN", (positions, max(samples, 1)), torch.int64)
+        if self.entropy_P is not None:
+            self._check("entropy_P", (positions,), torch.float32)
+
+    def _check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        tensor: Tensor = getattr(self, name)
+        if tensor.shape != shape or tensor.dtype != dtype or tensor.device != self.device:
+            raise ValueError(
+                f"{name} must be {list(shape)} {dtype} on {self.device}, "
+                f"got {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            )
+        if tensor.requires_grad:
+            raise ValueError(f"{name} requires a gradient, but the loss has none for the teacher")
+
+    @classmethod
+    def unknown(cls, positions: int, device: torch.device) -> TeacherRows:
+        """Rows of a teacher of whom nothing is known: no support, all mass in the tail, so that `bucket` is 0."""
+        ids_PK = torch.full((positions, 1), PAD_ID, device=device)
+        logprobs_PK = torch.full((positions, 1), -torch.inf, dtype=torch.float32, device=device)
+        return cls(ids_PK, logprobs_PK, torch.zeros(positions, dtype=torch.float32, device=device))
+
+    def __len__(self) -> int:
+        return self.token_ids_PK.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.token_ids_PK.device
+
+    def select(self, index: Tensor | slice) -> TeacherRows:
+        """The rows at these positions: int64 indices or a boolean mask (copies), or a slice (views)."""
+        return self._map(lambda tensor: tensor[index])
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TeacherRows:
+        """The same rows on another device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> TeacherRows:
+        return TeacherRows(
+            change(self.token_ids_PK),
+            change(self.logprobs_PK),
+            change(self.log_tail_mass_P),
+            None if self.tail_token_ids_PN is None else change(self.tail_token_ids_PN),
+            None if self.entropy_P is None else change(self.entropy_P),
+        )
