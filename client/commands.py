@@ -144,7 +144,11 @@ def _pull(args: argparse.Namespace) -> int:
         if is_request_id(args.cache):
             _wait_with_bar(client, args.cache)
         with progress("pull") as report:
-            manifest = client.pull(args.cache, args.directory, lambda done, total: report(done, total, f"fetched {_size(done)}"))
+
+            def show(done: int, total: int) -> None:
+                report(done, total, f"fetched {_size(done)}")
+
+            manifest = client.pull(args.cache, args.directory, show)
     summary = {"directory": str(args.directory), "manifest": manifest.digest, "shards": len(manifest.shards)}
     summary |= {"bytes": manifest.num_bytes, "sequences": manifest.sequences, "positions": manifest.num_positions}
     _print_fields(summary, args.json)

@@ -11,7 +11,9 @@ from pathlib import Path
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `demo`."""
     parser = subparsers.add_parser("demo", help="run the whole path on a real small teacher, in a few minutes")
-    parser.add_argument("--folder", type=Path, help="where the demo keeps its cache and students (default: user's cache)")
+    parser.add_argument(
+        "--folder", type=Path, help="where the demo keeps its cache and students (default: user's cache)"
+    )
     parser.add_argument("--train-tokens", type=int, help="tokens that the teacher scores")
     parser.add_argument("--heldout-tokens", type=int, help="tokens to compare the students on")
     parser.add_argument("--epochs", type=int, help="passes of the students over the cache")

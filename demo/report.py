@@ -40,7 +40,9 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures, rounded to what they are worth."""
-        return {name: float(f"{value:.5g}") if isinstance(value, float) else value for name, value in asdict(self).items()}
+        return {
+            name: float(f"{value:.5g}") if isinstance(value, float) else value for name, value in asdict(self).items()
+        }
 
     def table(self) -> Any:
         """Return the figures as a table for a terminal."""

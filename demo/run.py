@@ -21,7 +21,7 @@ from .server import serve, wait_until_teacher_left
 from .text import load_documents, pack_tokens, split
 
 TEACHER = "smollm2-135m"
-Say = Callable[[str], object]
+Say = Callable[[str], None]
 Tokens = list[list[int]]
 
 
@@ -36,9 +36,9 @@ class DemoConfig:
     k: int = 16
     tail_samples: int = 16
     shards: int = 4
-    batch_size: int = 4
+    batch_size: int = 2
     epochs: int = 2
-    learning_rate: float = 4e-4
+    learning_rate: float = 8e-4
 
 
 def default_folder() -> Path:
@@ -54,7 +54,7 @@ def run_demo(config: DemoConfig, say: Say) -> Report:
     """
     started = time.perf_counter()
     teacher = ensure_model(say)
-    train, heldout = _tokens(teacher, config)
+    train, heldout = tokens_of(teacher, config)
     say(f"text: {_count(train):,} tokens of Python's own documentation to train on, {_count(heldout):,} held out")
     untrained = _make_student(teacher, config.folder / "students")
     with serve(TEACHER, teacher, config.folder / "server") as url, Client(url) as client:
@@ -76,7 +76,7 @@ def run_demo(config: DemoConfig, say: Say) -> Report:
     return report
 
 
-def _tokens(teacher: Path, config: DemoConfig) -> tuple[Tokens, Tokens]:
+def tokens_of(teacher: Path, config: DemoConfig) -> tuple[Tokens, Tokens]:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(teacher / "tokenizer.json"))
@@ -119,7 +119,8 @@ def _fill_cache(client: Client, train: Tokens, config: DemoConfig, say: Say) -> 
     if view.state == "complete":
         say(f"cache {view.id[:12]} is there from an earlier run; the teacher is not started")
     else:
-        say(f"request {view.id[:12]}: the teacher scores the text once, top {config.k} and {config.tail_samples} tail samples")
+        kept = f"top {config.k} and {config.tail_samples} tail samples"
+        say(f"request {view.id[:12]}: the teacher scores the text once, {kept} a position")
         with progress("capture") as report:
             view = client.wait(view.id, on_progress=lambda v: report(v.positions_done, v.positions_total, _note(v)))
     return view, view.teacher_tokens_scored - scored_before

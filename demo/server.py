@@ -29,7 +29,18 @@ def serve(teacher_name: str, teacher: Path, data_dir: Path) -> Iterator[str]:
         ServerFailed: it ended, or did not listen in time; the message ends with what it said last.
     """
     command = [sys.executable, "-m", "teachercache", "serve", "--teacher", f"{teacher_name}={teacher}"]
-    command += ["--data-dir", str(data_dir), "--host", "127.0.0.1", "--port", "0", "--dtype", "float32", "--idle-seconds", "0"]
+    command += [
+        "--data-dir",
+        str(data_dir),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "0",
+        "--dtype",
+        "float32",
+        "--idle-seconds",
+        "0",
+    ]
     data_dir.mkdir(parents=True, exist_ok=True)
     log = data_dir / "serve.log"
     with log.open("w") as output:

@@ -7,6 +7,7 @@ Exactly one of the columns `input_ids` (list of integers), `text` (string) and `
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from .errors import DatasetError
 if TYPE_CHECKING:
     import pyarrow as pa
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 KINDS = ("input_ids", "text", "messages")
 ROW_GROUP_ROWS = 1024
 
@@ -177,7 +179,7 @@ def read_jsonl(path: Path) -> Iterator[Example]:
 
 def _parse(kind: str, value: dict[str, Any], where: str) -> Example:
     item = value[kind]
-    if kind == "text" and isinstance(item, str):
+    if kind == "text" and _is_text(item):
         return Example(text=item)
     if kind == "messages" and isinstance(item, list) and all(_is_message(message) for message in item):
         return Example(messages=[{"role": message["role"], "content": message["content"]} for message in item])
@@ -192,7 +194,12 @@ def _parse(kind: str, value: dict[str, Any], where: str) -> Example:
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+    return isinstance(value, dict) and _is_text(value.get("role")) and _is_text(value.get("content"))
+
+
+def _is_text(value: Any) -> bool:
+    # JSON's escapes can spell half of a surrogate pair, which is no Unicode text and cannot be stored
+    return isinstance(value, str) and _SURROGATE.search(value) is None
 
 
 def _blocks(examples: Iterable[Example]) -> Iterator[list[Example]]:

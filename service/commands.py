@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
-import sys
 from threading import Event, Thread
 from typing import Any
 
@@ -82,6 +82,8 @@ def _settings(args: argparse.Namespace) -> Any:
 
 
 def _await_end_of_input(stop: Event) -> None:
-    # the pipe of the server that started us ends when it does, however that comes
-    sys.stdin.buffer.read()
+    # the pipe of the server that started us ends when it does, however that comes; sys.stdin would hold a lock
+    # that the interpreter wants when it ends before the pipe
+    while os.read(0, 1):
+        pass
     stop.set()

@@ -21,7 +21,7 @@ from .errors import AlreadyServed, InvalidSettings
 
 LAYOUT = 1
 # statfs has no portable name for these; the kernel's table of mounts has
-NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "9p", "afs"}
+NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "afs", "fuse.sshfs"}
 
 
 class DataDir:

@@ -7,7 +7,6 @@ that a range is read without touching the others. The same data set gives the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +16,7 @@ from ..format_spec import Code, Dataset, Example
 from .errors import SequenceError
 from .meta import Plan, Range
 from .store import Store
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a teacher can score, and where to find its tokenizer."""
-
-    path: Path
-    vocab_size: int
-    max_length: int
+from .teachers import Limits
 
 
 def make_plan(

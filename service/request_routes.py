@@ -12,11 +12,10 @@ from starlette.responses import JSONResponse, Response
 
 from ..format_spec import CacheRequest, RequestError, Submission
 from .blob_response import blob_response, none_match
-from .dry_run import estimate_bytes, measure
 from .errors import Draining, InvalidJson, JobFailed, NoManifestYet, NotFound, UnsupportedMediaType
 from .meta import RequestRow
-from .plan import Limits
 from .repair import checked_path
+from .sizing import estimate_bytes, measure
 from .state import Server, State
 from .teachers import Teacher
 from .views import DryRunView, RequestPage, RequestView, SubmittedView, view
@@ -83,9 +82,10 @@ def get_newest_manifest(request_id: str, request: Request, server: Server) -> Re
 
 
 async def _json(request: Request) -> Any:
-    media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    # a page of another site can make a browser post anything else to a server on loopback
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
-        raise UnsupportedMediaType(f"a request is posted as application/json, not {media_type}")
+        raise UnsupportedMediaType(f"a request is posted with Content-Type application/json, not {media_type!r}")
     try:
         return json.loads(await request.body())
     except (ValueError, RecursionError) as error:
@@ -129,7 +129,7 @@ def _size_up(server: State, submission: Submission) -> JSONResponse:
     else:
         _require_data(server, spec.data)
         dataset = checked_path(spec.data, server.store, server.meta)
-        sequences, positions = measure(dataset, Limits(teacher.path, teacher.vocab_size, teacher.max_length))
+        sequences, positions = measure(dataset, teacher.limits)
     rate = server.meta.rate(spec.teacher, spec.engine, spec.dtype)
     answer = DryRunView(
         id=spec.id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from .sqlite_requests import (
 )
 from .sqlite_tasks import SqliteTasks
 from .store import Blob
+
+_log = logging.getLogger(__name__)
 
 
 class SqliteMeta(SqliteTasks):
@@ -110,6 +113,7 @@ class SqliteMeta(SqliteTasks):
         )
         if row is not None:
             return str(row["digest"])
+        _log.info("hashing %s, %d bytes", path, stat.st_size)
         digest = digest_file(path)
         with self._db.write() as db:
             db.execute(

@@ -35,7 +35,7 @@ class Supervisor:
         self._log_path = log
         self._meta = meta
         self._process: subprocess.Popen[bytes] | None = None
-        self._started = self._not_before = 0.0
+        self._started = self._not_before = self._drain_began = 0.0
         self._deaths = 0
         self._error: str | None = None
         self._wake, self._draining = Event(), Event()
@@ -52,13 +52,15 @@ class Supervisor:
 
     def drain(self) -> None:
         """Ask the worker to give back its task and end, and start no other; may be called in a signal handler."""
+        if not self._draining.is_set():
+            self._drain_began = time.monotonic()
         self._draining.set()
         process = self._process
         if process is not None:
             process.terminate()
 
     def stop(self, seconds: float) -> None:
-        """Drain, and kill a worker that is not gone after `seconds`."""
+        """Drain, and kill a worker that is not gone `seconds` after the drain began."""
         self.drain()
         self._wake.set()
         self._thread.join()
@@ -67,10 +69,11 @@ class Supervisor:
             return
         process.terminate()
         try:
-            process.wait(seconds)
+            process.wait(max(0.0, self._drain_began + seconds - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        _close_input(process)
         # to be cut short is not its fault: the attempt does not count
         self._meta.release_owner(owner_of(process.pid), None)
         self._process = None
@@ -110,6 +113,7 @@ class Supervisor:
                 self._start()
         elif (code := process.poll()) is not None:
             self._process = None
+            _close_input(process)
             self._ended(process.pid, code)
         elif self._meta.overdue(owner_of(process.pid)):
             _log.error("worker %s has made no progress for the time of its lease: killing it", process.pid)
@@ -131,13 +135,18 @@ class Supervisor:
             self._meta.release_owner(owner_of(pid), None)
             self._deaths, self._error = 0, None
             return
-        self._error = f"the worker {describe_exit(code)}: {last_line(self._log_path)}"
+        self._error = f"the worker {describe_exit(code)}: {tail(self._log_path)}"
         self._meta.release_owner(owner_of(pid), self._error)
         settled = time.monotonic() - self._started > SETTLED_S
         self._deaths = 1 if settled else self._deaths + 1
         pause = min(2.0 ** (self._deaths - 1), MAX_BACKOFF_S)
         self._not_before = time.monotonic() + pause
         _log.error("%s; starting another in %.0f s", self._error, pause)
+
+
+def _close_input(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
 
 
 def describe_exit(code: int) -> str:
@@ -148,9 +157,9 @@ def describe_exit(code: int) -> str:
     return f"was killed by signal {-code}{hint}"
 
 
-def last_line(log: Path) -> str:
-    """Return the last line of a log, at most 500 characters of it."""
+def tail(log: Path) -> str:
+    """Return the last lines of a log, at most 3 and 500 characters of them."""
     with log.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
         lines = file.read().decode(errors="replace").strip().splitlines()
-    return lines[-1][:500] if lines else "its log is empty"
+    return " | ".join(lines[-3:])[-500:] if lines else "its log is empty"

@@ -12,7 +12,7 @@ from typing import Any
 from ..format_spec import FormatError, canonical_json, digest_bytes, tokenizer_digest
 from ..format_spec.request import AUTO, MAX_SHARD_POSITIONS
 from ..format_spec.tokenizer_identity import TOKENIZER_FILES
-from .errors import MissingExtra, UnknownTeacher, UnsupportedTeacher
+from .errors import InvalidSettings, MissingExtra, UnknownTeacher, UnsupportedTeacher
 from .settings import Settings
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -25,6 +25,15 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
 
 DigestOf = Callable[[Path], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a teacher can score, and where its tokenizer is."""
+
+    path: Path
+    vocab_size: int
+    max_length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +53,11 @@ class Teacher:
     engine: str
     dtype: str
     head_dtype: str = HEAD_DTYPE
+
+    @property
+    def limits(self) -> Limits:
+        """What a data set is checked against."""
+        return Limits(self.path, self.vocab_size, self.max_length)
 
     @property
     def draws_tail_samples(self) -> bool:
@@ -74,6 +88,10 @@ class Teachers:
     @classmethod
     def of(cls, settings: Settings, digest_of: DigestOf) -> Teachers:
         """Read the teachers that the settings name, fetching those that are hub ids."""
+        if settings.engine not in DRAWS_TAIL_SAMPLES:
+            raise InvalidSettings(f"unknown engine {settings.engine!r}; known: {sorted(DRAWS_TAIL_SAMPLES)}")
+        if settings.dtype not in (AUTO, *DTYPES):
+            raise InvalidSettings(f"unknown dtype {settings.dtype!r}; known: {[AUTO, *DTYPES]}")
         return cls(
             read_teacher(name, resolve_path(path), settings.engine, settings.dtype, digest_of)
             for name, path in settings.teachers.items()
@@ -121,8 +139,6 @@ def read_teacher(name: str, path: Path, engine: str, dtype: str, digest_of: Dige
     Raises:
         UnsupportedTeacher: files are missing or damaged, or it would need pickled weights or code of its own.
     """
-    if engine not in DRAWS_TAIL_SAMPLES:
-        raise UnsupportedTeacher(f"unknown engine {engine!r}; known: {sorted(DRAWS_TAIL_SAMPLES)}")
     config = _read_json(path / "config.json")
     if "auto_map" in config:
         raise UnsupportedTeacher(f"{path} brings code of its own (auto_map), which is not run")

@@ -24,15 +24,15 @@ from ..format_spec import (
     TeachercacheError,
 )
 from ..format_spec.request import CacheRequest
-from .dry_run import estimate_bytes
 from .engines import Engine, load_engine
-from .errors import CorruptBlob, LeaseLost, UnsupportedTeacher
-from .meta import PLAN, CommittedShard, Failure, Lease, Meta, owner_of
-from .plan import Limits, cut, make_plan, num_tokens, read_range, token_ids
+from .errors import CorruptBlob, LeaseLost, UnknownTeacher, UnsupportedTeacher
+from .meta import PLAN, CommittedShard, Failure, Lease, Meta, RequestRow, owner_of
+from .plan import cut, make_plan, num_tokens, read_range, token_ids
 from .repair import checked_path
 from .settings import Settings
+from .sizing import estimate_bytes
 from .store import Blob, Store
-from .teachers import Teacher, Teachers
+from .teachers import Teacher, read_teacher, resolve_path
 
 POLL_S = 0.2
 PROGRESS_S = 1.0
@@ -128,11 +128,10 @@ class Worker:
 
     def _plan(self, lease: Lease) -> None:
         spec = lease.request.spec
-        teacher = self._teacher(spec)
-        limits = Limits(teacher.path, teacher.vocab_size, teacher.max_length)
+        teacher = self._teacher(lease.request)
         progress = self._progress(lease)
         dataset = checked_path(spec.data, self._store, self._meta)
-        self._meta.commit_plan(lease, make_plan(dataset, limits, spec.shard_positions, self._store, progress))
+        self._meta.commit_plan(lease, make_plan(dataset, teacher.limits, spec.shard_positions, self._store, progress))
 
     def _score(self, lease: Lease) -> None:
         spec, part = lease.request.spec, lease.range
@@ -164,17 +163,25 @@ class Worker:
     def _progress(self, lease: Lease) -> Progress:
         return Progress(self._meta, lease, self._settings.lease_seconds, self._stop)
 
-    def _teacher(self, spec: CacheRequest) -> Teacher:
+    def _teacher(self, request: RequestRow) -> Teacher:
         """Return the teacher of a request as its files are now; raises UnknownTeacher when they have changed."""
-        return Teachers.of(self._settings, self._meta.file_digest).find(spec.teacher)
+        settings = self._settings
+        # the one of that name first: another that is broken need not be looked at
+        for name in sorted(settings.teachers, key=lambda name: name != request.teacher_name):
+            path = resolve_path(settings.teachers[name])
+            teacher = read_teacher(name, path, settings.engine, settings.dtype, self._meta.file_digest)
+            if teacher.digest == request.spec.teacher:
+                return teacher
+        raise UnknownTeacher(
+            f"teacher {request.teacher_name!r} ({request.spec.teacher}) is no longer served, or its files have changed"
+        )
 
     def _engine(self, lease: Lease) -> tuple[Teacher, Engine]:
         """Return the engine with the teacher of a request, loading it unless it is the one that was used last."""
-        spec = lease.request.spec
-        if self._loaded is None or self._loaded[0].digest != spec.teacher:
+        if self._loaded is None or self._loaded[0].digest != lease.request.spec.teacher:
             # the old teacher leaves memory before the new one comes
             self._loaded = None
-            teacher = self._teacher(spec)
+            teacher = self._teacher(lease.request)
             self._meta.renew(lease, LOAD_S)
             _log.info("loading %s into %s", teacher.path, teacher.engine)
             self._loaded = teacher, self._load(teacher.engine, teacher.path, dtype=teacher.dtype)

@@ -88,9 +88,11 @@ def test_full_server(server: FaultyServer, client: Client, jsonl: Path) -> None:
 
 def test_bad_line_is_named(client: Client, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
-    path.write_text('{"text": "good"}\n{"text": 7}\n')
-    with pytest.raises(DatasetError, match="line 2"):
-        client.upload(path)
+    bad = ('{"text": 7}', '{"text": "\\ud800"}', '{"text": "a", "input_ids": [1]}', "[1]", '{"text": "cut')
+    for line in bad:
+        path.write_text(f'{{"text": "good"}}\n{line}\n')
+        with pytest.raises(DatasetError, match=r"bad\.jsonl line 2"):
+            client.upload(path)
 
 
 def test_bad_files(server: FaultyServer, client: Client, tmp_path: Path) -> None:

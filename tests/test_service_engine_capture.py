@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
 from engine_reference import assert_rows_match, chi_square, plain_row
 
-from teachercache.format_spec import PAD_ID, Rows, tail_uniforms
+from teachercache.format_spec import PAD_ID, InvalidRows, Rows, tail_uniforms
 from teachercache.service.engines.capture import capture
 
 DEVICES = [
@@ -148,6 +150,22 @@ def test_the_size_of_a_block_changes_nothing(device: str) -> None:
     small, large = (rows_of(logits_PV, 16, 16, block_bytes=size) for size in (1, 2**30))
     for name in ("token_ids_PK", "logprobs_PK", "log_tail_mass_P", "logsumexp_P", "entropy_P", "tail_token_ids_PN"):
         np.testing.assert_allclose(getattr(small, name), getattr(large, name), rtol=1e-6)
+
+
+def test_rows_can_be_cut_and_joined_again() -> None:
+    rows = rows_of(random_logits(9, 50), 4, 3)
+    joined = Rows.concatenate([rows[:2], rows[2:2], rows[2:]])
+    assert (len(rows[:2]), len(joined)) == (2, 9)
+    for field in fields(Rows):
+        assert getattr(joined, field.name).tobytes() == getattr(rows, field.name).tobytes()
+
+
+def test_rows_of_different_columns_cannot_be_joined() -> None:
+    logits_PV = random_logits(2, 50)
+    with pytest.raises(InvalidRows, match="tail_token_ids_PN differ"):
+        Rows.concatenate([rows_of(logits_PV, 4, 3), rows_of(logits_PV, 4, 0)])
+    with pytest.raises(InvalidRows, match="token_ids_PK differ"):
+        Rows.concatenate([rows_of(logits_PV, 4, 3), rows_of(logits_PV, 5, 3)])
 
 
 def test_the_logits_are_not_written_to() -> None:

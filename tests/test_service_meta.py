@@ -195,9 +195,8 @@ def test_the_rate_of_the_last_shard_is_kept(bench: Bench) -> None:
 
 def test_a_write_waits_for_another_and_a_failed_one_leaves_nothing(tmp_path: Path) -> None:
     db = Database(tmp_path / "x.db", "CREATE TABLE t (a INTEGER);\n", 1)
-    with pytest.raises(ZeroDivisionError), db.write() as connection:
-        connection.execute("INSERT INTO t VALUES (1)")
-        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError):
+        fail_halfway(db)
     with ThreadPoolExecutor(1) as pool:
         with db.write() as connection:
             connection.execute("INSERT INTO t VALUES (2)")
@@ -206,6 +205,13 @@ def test_a_write_waits_for_another_and_a_failed_one_leaves_nothing(tmp_path: Pat
             assert not waiting.done()
         waiting.result(10)
     assert [row["a"] for row in db.connection.execute("SELECT a FROM t")] == [2, 3]
+
+
+def fail_halfway(db: Database) -> None:
+    """Write, then raise."""
+    with db.write() as connection:
+        connection.execute("INSERT INTO t VALUES (1)")
+        raise ZeroDivisionError
 
 
 def insert(db: Database) -> None:

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from tiny_server import MAX_LENGTH, VOCAB_SIZE, tiny_teacher, write_examples
 
 from teachercache.format_spec import Code, DatasetError, Example, TeachercacheError
-from teachercache.service.dry_run import measure
 from teachercache.service.errors import SequenceError, Unavailable
-from teachercache.service.plan import Limits, count, cut, make_plan, num_tokens, read_range
+from teachercache.service.plan import count, cut, make_plan, num_tokens, read_range
+from teachercache.service.sizing import measure
 from teachercache.service.store import LocalStore
+from teachercache.service.teachers import Limits
 
 __all__ = ["tiny_teacher"]
 
@@ -107,7 +108,10 @@ def test_text_and_messages_become_the_teacher_s_tokens(tmp_path: Path, tiny_teac
     path = write_examples(tmp_path / "t.parquet", [Example(text="hello"), Example(text="you")])
     plan = make_plan(path, limits, 100, store)
     found = read_range(store.checked_path(plan.tokens.digest), plan.ranges[0])
-    assert [example.input_ids.tolist() for example in found] == [tokenizer("hello").input_ids, tokenizer("you").input_ids]
+    assert [example.input_ids.tolist() for example in found] == [
+        tokenizer("hello").input_ids,
+        tokenizer("you").input_ids,
+    ]
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     path = write_examples(tmp_path / "m.parquet", [Example(messages=chat)])
     plan = make_plan(path, limits, 100, store)
@@ -131,7 +135,7 @@ def test_a_parser_that_crashes_is_an_answer(tmp_path: Path, monkeypatch: pytest.
         fake = tmp_path / "python"
         fake.write_text(f'#!/bin/sh\nexec {__import__("sys").executable} -c "{script}"\n')
         fake.chmod(0o755)
-        monkeypatch.setattr("teachercache.service.dry_run.sys.executable", str(fake))
+        monkeypatch.setattr("teachercache.service.sizing.sys.executable", str(fake))
         with pytest.raises(error, match=words):
             measure(path, LIMITS)
         monkeypatch.undo()

@@ -40,7 +40,9 @@ def test_the_command_line_overrules_the_environment(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("TEACHERCACHE_TEACHERS", "big=/models/a=b, small=org/small")
     assert load_settings().port == 1234
     assert load_settings().teachers == {"big": "/models/a=b", "small": "org/small"}
-    assert load_settings(port=5, teachers={"x": "/y"}, engine=None).model_dump(include={"port", "teachers", "engine"}) == {
+    assert load_settings(port=5, teachers={"x": "/y"}, engine=None).model_dump(
+        include={"port", "teachers", "engine"}
+    ) == {
         "port": 5,
         "teachers": {"x": "/y"},
         "engine": "transformers",

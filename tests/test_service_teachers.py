@@ -169,7 +169,9 @@ def test_identity_is_of_ids_and_pieces_not_of_the_file(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
         return tokenizer_digest(tmp_path)
 
-    base = digest("tokenizer.json", '{"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "c"}]}')
+    base = digest(
+        "tokenizer.json", '{"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "c"}]}'
+    )
     assert base == digest("tokenizer.json", '{"model": {"vocab": {"b": 1, "c": 2, "a": 0}, "merges": []}}')
     assert base == digest("tokenizer.json", '{"model": {"vocab": [["a", -1.5], ["b", 0.0], ["c", -9]]}}')
     assert base == digest("vocab.json", '{"a": 0, "b": 1, "c": 2}')

@@ -15,7 +15,7 @@ from fake_engine import MAX_LENGTH, VOCAB_SIZE, Bench, FakeEngine, fake_rows
 
 from teachercache.format_spec import Code, Example, Manifest, Shard
 from teachercache.service.errors import LeaseLost
-from teachercache.service.meta import MAX_ATTEMPTS, PLAN
+from teachercache.service.meta import MAX_ATTEMPTS, PLAN, Lease
 from teachercache.service.worker import score_in_order
 
 
@@ -150,11 +150,13 @@ def test_a_worker_whose_lease_went_to_another_commits_nothing(bench: Bench) -> N
     other = Bench.__new__(Bench)
     other.settings, other.spec = bench.settings, bench.spec
     other.open()
-    taken = []
+    taken: list[Lease] = []
 
     def take_over() -> None:
         if not taken and other.meta.release_owner(None, None):
-            taken.append(other.meta.lease("another", 60))
+            lease = other.meta.lease("another", 60)
+            assert lease is not None
+            taken.append(lease)
 
     engine = FakeEngine(before_row=take_over)
     worker = bench.worker(engine)

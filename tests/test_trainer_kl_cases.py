@@ -60,7 +60,7 @@ class Case:
         """Loss and gradients of `topk_kl`."""
         hidden, weight, bias = self.leaves(dtype)
         loss = topk_kl(hidden, weight, self.rows, bias=bias, **options)
-        return _differentiate(loss, hidden, weight, bias)
+        return differentiate(loss, hidden, weight, bias)
 
     def truth(self, dtype: torch.dtype, **options: Any) -> Result:
         """Loss and gradients of the dense definition in float64, for the inputs that `dtype` can hold."""
@@ -73,10 +73,11 @@ class Case:
         packed = pack(self.rows, ones, labels, ignore_index=-100, tail=tail, ce_weight=ce_weight)
         part = packed.part(slice(None))
         logits = F.linear(hidden, weight, bias)[part.positions_C].float()
-        return _differentiate(dense_loss(logits, part).mean(), hidden, weight, bias)
+        return differentiate(dense_loss(logits, part).mean(), hidden, weight, bias)
 
 
-def _differentiate(loss: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Result:
+def differentiate(loss: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Result:
+    """The gradients that a loss gives its leaves."""
     loss.backward()
     return Result(loss.detach(), hidden.grad, weight.grad, None if bias is None else bias.grad)
 

@@ -55,12 +55,13 @@ def test_peak_memory_is_what_readme_says(head: str) -> None:
     loss = topk_kl(hidden, weight, rows, chunk_bytes=chunk_bytes)
     kept = positions * width * 2 + (vocab * width * 4 if head == "trained" else 0)
     # Beside the [C, V] buffers a chunk has some columns per position; the rows' checks some int64 per entry.
-    small = 8192 * 16 * 8 * 8
+    small = positions * 16 * 8 * 8
     assert torch.cuda.max_memory_allocated() - before <= kept + chunk_bytes + small
     loss.backward()
     result = positions * width * 2 + (vocab * width * 2 if head == "trained" else 0)
     assert torch.cuda.max_memory_allocated() - before <= kept + max(chunk_bytes, result) + small
-    assert positions * vocab * 2 > 4 * (kept + chunk_bytes + result)
+    # One bf16 [P, V] tensor alone would be larger than all of it.
+    assert positions * vocab * 2 > kept + chunk_bytes + result + small
 
 
 def test_rows_follow_the_student_s_device() -> None:

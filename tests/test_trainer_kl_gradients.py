@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_trainer_kl_cases import TAILS, Case, Result, assert_close, make_case
+from test_trainer_kl_cases import TAILS, Case, Result, assert_close, differentiate, make_case
 from torch import Tensor
 
 from teachercache.trainer.kl import topk_kl
@@ -138,7 +138,8 @@ def test_position_weights_weigh_and_normalise() -> None:
     mean = topk_kl(case.hidden, case.weight, case.rows, position_weight=weights)
     torch.testing.assert_close(summed, (each * weights).sum())
     torch.testing.assert_close(mean, summed / weights.sum())
-    assert_close(case.run(position_weight=weights), case.run(position_weight=weights, impl="reference"), relative=1e-13)
+    mixed = {"position_weight": weights, "labels": case.labels.clamp(min=0), "ce_weight": 0.3}
+    assert_close(case.run(**mixed), case.run(**mixed, impl="reference"), relative=1e-13)
 
 
 def test_float16_gradients_survive_a_count_that_would_push_them_out_of_range() -> None:
@@ -162,6 +163,15 @@ def test_autocast_rounds_the_operands_and_nothing_else(tail: str) -> None:
     exact = Case(rounded.hidden, rounded.weight, case.bias, case.rows, case.labels, case.teacher_logits)
     assert_close(actual, exact.run(torch.float32, tail=tail), relative=1e-6)
     assert {value.dtype for _, value in actual.items()} == {torch.float32}
+
+
+@pytest.mark.parametrize(("dtype", "impl"), [(torch.float64, "torch"), (torch.float32, "reference")])
+def test_autocast_leaves_float64_and_the_reference_alone(dtype: torch.dtype, impl: str) -> None:
+    case = make_case()
+    leaves = case.leaves(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = topk_kl(*leaves[:2], case.rows, bias=leaves[2], impl=impl)
+    assert_close(differentiate(loss, *leaves), case.run(dtype, impl=impl), relative=0.0)
 
 
 def test_autocast_around_a_model() -> None:

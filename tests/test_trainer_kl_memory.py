@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from teachercache.trainer.kl import topk_kl
+from teachercache.trainer.kl import fused, topk_kl
 
-POSITIONS, VOCAB, WIDTH = 300, 1009, 32
+POSITIONS, VOCAB, WIDTH = 100, 1009, 32
 CHUNK_BYTES = 60_000
 HEAD_BYTES = VOCAB * WIDTH * 4
 
@@ -61,10 +61,9 @@ def test_the_case_can_tell() -> None:
 def test_only_the_head_s_gradient_is_larger_than_a_chunk(tail: str, stats: bool, dtype: torch.dtype) -> None:
     recorded = allocations(dtype, tail=tail, return_stats=stats)
     assert recorded.larger_than(CHUNK_BYTES) == {(VOCAB, WIDTH)}
-    # More than half of a chunk is used, so the bound is not met by computing next to nothing at a time.
-    assert max(size for shape, size in recorded.shapes.items() if shape[-1:] == (VOCAB,)) > CHUNK_BYTES / 2 / (
-        1 + stats
-    )
+    # The entropy's scratch is a second buffer like the logits. Both are in the bound, and make use of it.
+    widest = max(size for shape, size in recorded.shapes.items() if shape[-1:] == (VOCAB,))
+    assert CHUNK_BYTES / 2 < widest * (1 + stats) <= CHUNK_BYTES
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -75,7 +74,8 @@ def test_a_frozen_head_has_no_gradient_of_its_size(dtype: torch.dtype, frozen: s
     assert (VOCAB, WIDTH) not in recorded.shapes
 
 
-def test_without_grad_only_the_loss_is_computed() -> None:
+def test_without_grad_only_the_loss_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(fused, "write_gradient")
     recorded = allocations(torch.float32, grad=False)
     assert not recorded.larger_than(CHUNK_BYTES)
     assert (POSITIONS, WIDTH) not in recorded.shapes
@@ -94,7 +94,7 @@ def test_masked_positions_cost_no_gemm() -> None:
     case = make_case(POSITIONS, VOCAB, WIDTH, bias=False)
     hidden, weight, _ = case.leaves(torch.float32)
     mask = torch.zeros(POSITIONS)
-    mask[::100] = 1
+    mask[::40] = 1
     with Allocations() as recorded:
         topk_kl(hidden, weight, case.rows, position_weight=mask).backward()
     assert {shape[0] for shape in recorded.shapes if shape[1:] == (VOCAB,)} == {3}

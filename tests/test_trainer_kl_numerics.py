@@ -13,6 +13,7 @@ from test_trainer_kl_cases import TAILS, Case, assert_close, make_case
 from torch import Tensor
 
 from teachercache.trainer.kl import TeacherRows, topk_kl
+from teachercache.trainer.kl.targets import build_targets
 
 NATS_32 = 5e-6
 
@@ -32,7 +33,7 @@ def rows_of(
 def from_logits(logits: Tensor, rows: TeacherRows, dtype: torch.dtype, **options: object) -> tuple[Tensor, Tensor]:
     """Loss and its gradient in the logits: hidden states are the logits, the head is the identity."""
     hidden = logits.detach().to(dtype, copy=True).requires_grad_()
-    loss = topk_kl(hidden, torch.eye(logits.shape[1], dtype=dtype), rows, reduction="sum", **options)  # type: ignore[call-overload]
+    loss = topk_kl(hidden, torch.eye(logits.shape[1], dtype=dtype), rows, reduction="sum", **options)
     loss.backward()
     assert hidden.grad is not None
     return loss.detach(), hidden.grad
@@ -85,7 +86,7 @@ def test_support_that_covers_the_vocabulary(tail: str, dtype: torch.dtype) -> No
     case = make_case(vocab=9, k=9, ragged=False)
     assert (case.rows.log_tail_mass_P == -torch.inf).all()
     hidden, weight, bias = case.leaves(dtype)
-    loss = topk_kl(hidden, weight, case.rows, bias=bias, tail=tail)  # type: ignore[call-overload]
+    loss = topk_kl(hidden, weight, case.rows, bias=bias, tail=tail)
     loss.backward()
     logits = case.hidden @ case.weight.t() + case.bias
     full = F.kl_div(logits.log_softmax(1), case.teacher_logits.log_softmax(1), log_target=True, reduction="batchmean")
@@ -153,6 +154,35 @@ def test_padded_vocabulary_columns_take_no_part(tail: str) -> None:
     torch.testing.assert_close(actual.hidden, expected.hidden)
     torch.testing.assert_close(actual.weight, F.pad(expected.weight, (0, 0, 0, 4)))
     torch.testing.assert_close(actual.bias, F.pad(expected.bias, (0, 4)))
+
+
+def test_an_objective_without_weight_is_not_evaluated() -> None:
+    # A closed column of the student that the teacher uses: its KL is infinite, and 0 * inf is NaN.
+    case = make_case(positions=3, vocab=20)
+    assert case.bias is not None
+    bias = case.bias.clone()
+    bias[case.rows.token_ids_PK[:, 0]] = -torch.inf
+    closed, labels = replace(case, bias=bias), torch.tensor([int(bias.argmax())] * 3)
+    for impl in ("torch", "reference"):
+        for _, value in closed.run(labels=labels, ce_weight=1.0, impl=impl).items():
+            assert torch.isfinite(value).all()
+        assert closed.run(labels=labels, ce_weight=0.5, impl=impl).loss == torch.inf
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_tail_mass_that_was_rounded_to_more_than_one(tail: str) -> None:
+    logits = torch.randn(1, 9, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    rows = rows_of([[1]], [[1e-8]], [1e-7], [[4, 7]])
+    loss, gradient = from_logits(logits, rows, torch.float32, tail=tail)
+    truth, expected = from_logits(logits, rows, torch.float64, tail=tail, impl="reference")
+    torch.testing.assert_close(loss.double(), truth, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gradient.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_tiny_head_keeps_its_digits() -> None:
+    rows = rows_of([[1]], [[1e-6]], [math.log1p(-1e-6)], [[4, 7]])
+    weight = build_targets(rows, "bucket", torch.float32).support_weight_CK
+    assert float(weight) == pytest.approx(1e-6, rel=1e-4)
 
 
 @pytest.mark.parametrize("tail", TAILS)

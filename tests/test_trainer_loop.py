@@ -44,14 +44,18 @@ def config(student: Path, cache: Path, output: Path, **changes: Any) -> TrainCon
     return TrainConfig(student=str(student), cache=str(cache), output=output, **(settings | changes))
 
 
-@pytest.mark.parametrize("changes", [{}, {"tail": "bucket"}, {"tail": "truncated"}, {"ce_weight": 0.3}, {"ce_weight": 1.0}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"tail": "bucket"}, {"tail": "truncated"}, {"ce_weight": 0.3}, {"ce_weight": 1.0}]
+)
 def test_training_lowers_the_loss_and_leaves_a_student(
     tmp_path: Path, student: Path, cache: Path, changes: dict[str, Any]
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     seen = []
-    result = train(config(student, cache, tmp_path, epochs=12, **changes), lambda m, steps: seen.append((m.step, steps)))
+    result = train(
+        config(student, cache, tmp_path, epochs=12, **changes), lambda m, steps: seen.append((m.step, steps))
+    )
     metrics = read_metrics(result.metrics)
     assert seen == [(i + 1, 48) for i in range(48)]
     assert [m.step for m in metrics] == list(range(1, 49))
@@ -123,12 +127,24 @@ def test_rows_and_labels_are_aligned(cache: Path) -> None:
     np.testing.assert_array_equal(tensors.rows.token_ids_PK[:, 0].numpy(), table[current].argmax(1))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gpu_learns_what_the_cpu_learns(tmp_path: Path, student: Path, cache: Path, dtype: str) -> None:
+    on_cpu = read_metrics(train(config(student, cache, tmp_path / "cpu", epochs=6)).metrics)
+    on_gpu = read_metrics(train(config(student, cache, tmp_path / "gpu", epochs=6, device="cuda", dtype=dtype)).metrics)
+    tolerance = 1e-4 if dtype == "float32" else 2e-2
+    assert [m.loss for m in on_gpu] == pytest.approx([m.loss for m in on_cpu], rel=tolerance)
+
+
 class Killed(Exception):
     """Stands for the power cut."""
 
 
 @pytest.mark.parametrize("killed_at", [3, 4, 6, 11])
-def test_a_killed_run_continues_its_exact_loss_curve(tmp_path: Path, student: Path, cache: Path, killed_at: int) -> None:
+def test_a_killed_run_continues_its_exact_loss_curve(
+    tmp_path: Path, student: Path, cache: Path, killed_at: int
+) -> None:
     whole = train(config(student, cache, tmp_path / "whole"))
 
     def kill(metrics: Any, steps: int) -> None:
@@ -142,8 +158,8 @@ def test_a_killed_run_continues_its_exact_loss_curve(tmp_path: Path, student: Pa
     cut = train(config(student, cache, tmp_path / "cut"))
     expected, got = read_metrics(whole.metrics), read_metrics(cut.metrics)
     assert [m.loss for m in got] == [m.loss for m in expected]
-    for path in ("model.safetensors",):
-        assert (whole.student / path).read_bytes() == (cut.student / path).read_bytes()
+    weights = [(run.student / "model.safetensors").read_bytes() for run in (whole, cut)]
+    assert weights[0] == weights[1]
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path, student: Path, cache: Path) -> None:
@@ -182,7 +198,7 @@ def test_bad_settings_are_refused_before_anything_is_loaded(tmp_path: Path, chan
 
 def test_a_cache_of_another_tokenizer_is_refused(tmp_path: Path, cache: Path) -> None:
     other = save_student(tmp_path / "other", tokenizer={"model": {"vocab": {"a": 0}}, "version": "1.0"})
-    with pytest.raises(TokenizerMismatch, match="another|tokenizer"):
+    with pytest.raises(TokenizerMismatch, match="another tokenizer"):
         train(config(other, cache, tmp_path / "out"))
     (other / "tokenizer.json").unlink()
     with pytest.raises(TokenizerMismatch, match="no tokenizer"):

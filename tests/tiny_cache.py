@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,15 @@ def tiny_sequences(count: int = 24, *, k: int = 8, tail_samples: int = 4, seed: 
     for _ in range(count):
         ids = rng.integers(0, VOCAB, int(rng.integers(5, 20))).astype(np.int32)
         uniforms = tail_uniforms(0, content_key(ids), len(ids) - 1)
-        sequences.append(ScoredSequence(ids, rows_of(table[ids[:-1]], k, tail_samples, uniforms), rng.random(len(ids)) < 0.9))
+        sequences.append(
+            ScoredSequence(ids, rows_of(table[ids[:-1]], k, tail_samples, uniforms), rng.random(len(ids)) < 0.9)
+        )
     return sequences
 
 
-def write_cache(folder: Path, sequences: list[ScoredSequence], *, shards: int = 3, tokenizer: str | None = None) -> Path:
+def write_cache(
+    folder: Path, sequences: list[ScoredSequence], *, shards: int = 3, tokenizer: str | None = None
+) -> Path:
     """Write a complete cache of these sequences to `folder`."""
     rows = sequences[0].rows
     maker = Fingerprint(**(fingerprint(VOCAB).to_json() | ({"tokenizer": tokenizer} if tokenizer else {})))
@@ -84,7 +89,7 @@ def write_cache(folder: Path, sequences: list[ScoredSequence], *, shards: int = 
     (folder / "shards").mkdir(parents=True)
     tally, descriptors = QualityTally(), []
     bounds = np.linspace(0, len(sequences), shards + 1).astype(int)
-    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+    for first, last in pairwise(bounds):
         path = folder / "shards" / "new"
         with path.open("wb") as file:
             writer = ShardWriter(file, ShardHeader(maker, rows.k, rows.tail_samples))

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import httpx
 import numpy as np
-import psutil
 import pytest
 
 from teachercache.format_spec import Example, Manifest, ScoredSequence, Shard, digest_file, write_dataset
@@ -81,19 +80,20 @@ class TinyServer:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if self.process.returncode is None:
+            self.end(signal.SIGTERM, 0)
+
+    def end(self, number: int, code: int) -> None:
+        """Send the server a signal, and check the exit code that it ends with."""
         self.http.close()
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            assert self.process.wait(30) == 0
+        self.process.send_signal(number)
+        assert self.process.wait(30) == code, self.log_text()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
-    def kill(self) -> None:
-        """End the server as a crash does."""
-        self.process.kill()
-        self.process.wait()
-
-    def worker(self) -> psutil.Process | None:
-        """Return the worker process."""
-        return next(iter(psutil.Process(self.process.pid).children()), None)
+    def worker(self) -> int | None:
+        """Return the worker's process id."""
+        return next(iter(children(self.process.pid)), None)
 
     def upload(self, path: Path) -> str:
         """Upload a data set and return its digest."""
@@ -142,6 +142,21 @@ class TinyServer:
         """Return what server and worker logged."""
         worker_log = self.data_dir / "logs" / "worker.log"
         return self.log.read_text() + (worker_log.read_text() if worker_log.exists() else "")
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes that a process has started and that still run."""
+    # each thread has its own
+    lists = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for children in lists for child in children if runs(int(child))]
+
+
+def runs(pid: int) -> bool:
+    """Tell whether a process runs; one that only waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def wait_for(poll: Callable[[], T | None], describe: Callable[[], str] = lambda: "") -> T:

@@ -36,7 +36,9 @@ def save_checkpoint(folder: Path, step: int, tensors: dict[str, Any], state: dic
     return target
 
 
-def load_checkpoint(folder: Path, identity: dict[str, Any], device: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
+def load_checkpoint(
+    folder: Path, identity: dict[str, Any], device: str
+) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """Return (tensors, state) of the newest checkpoint under `folder`, or None.
 
     Raises:

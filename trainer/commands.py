@@ -51,9 +51,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run_train(args: argparse.Namespace) -> int:
     """Train, with a progress bar, and say where the student is."""
     names = [name for name in TrainConfig.__dataclass_fields__ if name in vars(args)]
-    config = TrainConfig(
-        **{name: getattr(args, name) for name in names}, check_tokenizer=not args.skip_tokenizer_check
-    )
+    config = TrainConfig(**{name: getattr(args, name) for name in names}, check_tokenizer=not args.skip_tokenizer_check)
     from .loop import train
 
     with step_progress("training") as on_step:
@@ -69,7 +67,9 @@ def run_train(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(summary))
     else:
-        print(f"{result.steps} steps, {result.tokens_per_s:,.0f} tokens/s; student in {result.student}, loss in {result.plot}")
+        print(f"{result.steps} steps at {result.tokens_per_s:,.0f} tokens/s")
+        print(f"student   {result.student}")
+        print(f"loss      {result.plot}")
     return 0
 
 

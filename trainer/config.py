@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from .errors import InvalidConfig
 
-TAILS = ("auto", "sampled", "bucket", "truncated")
+Tail = Literal["auto", "sampled", "bucket", "truncated"]
+TAILS: tuple[str, ...] = get_args(Tail)
 DTYPES = ("float32", "bfloat16")
 
 
@@ -26,7 +27,7 @@ class TrainConfig:
     output: Path
     url: str | None = None
     keep_layers: tuple[int, ...] | None = None
-    tail: str = "auto"
+    tail: Tail = "auto"
     ce_weight: float = 0.0
     batch_size: int = 16
     micro_batch_size: int | None = None

@@ -39,6 +39,7 @@ class Student:
         from transformers import AutoModelForCausalLM
 
         source = _resolve(name)
+        model: Any
         try:
             model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, use_safetensors=True)
         except (OSError, ValueError) as error:

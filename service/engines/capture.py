@@ -15,7 +15,7 @@ from ...format_spec import PAD_ID, Rows
 
 # a CPU is fastest while a block stays in its caches, a GPU while there are few launches
 CPU_BLOCK_BYTES_PER_THREAD = 2 * 2**20
-GPU_BLOCK_BYTES = 256 * 2**20
+GPU_BLOCK_BYTES = 2**30
 # exp of it is exactly 0 in float64 and, unlike that of -inf, 0 times it is 0
 _WEIGHTLESS = -800.0
 

@@ -26,7 +26,7 @@ from .sequences import BATCHING_VERSION, Ids, check_sequences, pad_batch, plan_b
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # a CPU shows progress every few seconds; a GPU wants more work at a time
 MAX_BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
-LOGITS_BYTES = 256 * 2**20
+LOGITS_BYTES = 512 * 2**20
 PROBE_TOKENS = 8
 
 

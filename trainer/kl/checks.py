@@ -73,7 +73,8 @@ def _repeats_support(ids_CK: Tensor, draws_CN: Tensor) -> Tensor:
 
 
 def _broken_samples(rows: TeacherRows) -> dict[str, Tensor]:
-    assert rows.tail_token_ids_PN is not None and rows.entropy_P is not None
+    assert rows.tail_token_ids_PN is not None
+    assert rows.entropy_P is not None
     undrawn_C = (rows.tail_token_ids_PN < 0).all(1) & (rows.log_tail_mass_P > -torch.inf)
     return {
         "a row whose tail is not empty must have tail samples": undrawn_C,

@@ -77,9 +77,7 @@ class _FusedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_PH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, packed: PackedPositions, plan: Plan
     ) -> tuple[Tensor, Tensor]:
-        # plan.operand already says what autocast asked for; inside, it would narrow the accumulators.
-        with torch.autocast(hidden_PH.device.type, enabled=False):
-            loss, sums_F, gradients = _accumulate(hidden_PH, weight_VH, bias_V, packed, plan)
+        loss, sums_F, gradients = _accumulate(hidden_PH, weight_VH, bias_V, packed, plan)
         ctx.save_for_backward(gradients.hidden_PH, gradients.weight_VH, gradients.bias_V, plan.scale)
         ctx.dtypes = hidden_PH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
         ctx.mark_non_differentiable(sums_F)

@@ -55,7 +55,8 @@ def dense_kl(log_q_CV: Tensor, rows: TeacherRows, tail: TailTerm) -> Tensor:
     if tail == "bucket":
         log_q_tail_C = log_q_CV.masked_fill(support_CV, -torch.inf).logsumexp(1)
         return head_C + torch.xlogy(tail_C, tail_C) - _times(tail_C, log_q_tail_C)
-    assert rows.tail_token_ids_PN is not None and rows.entropy_P is not None
+    assert rows.tail_token_ids_PN is not None
+    assert rows.entropy_P is not None
     drawn_CN = rows.tail_token_ids_PN >= 0
     share_CN = torch.where(drawn_CN, tail_C[:, None] / drawn_CN.sum(1, keepdim=True).clamp(min=1), 0.0)
     target_CV = p_CV.scatter_add(1, rows.tail_token_ids_PN.clamp(min=0), share_CN)

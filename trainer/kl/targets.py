@@ -54,7 +54,8 @@ def build_targets(rows: TeacherRows, tail: TailTerm, dtype: torch.dtype) -> Targ
 
     draws_CN, bucket_C, constant_C = rows.token_ids_PK[:, :0], torch.zeros_like(tail_C), head_C
     if tail == "sampled":
-        assert rows.tail_token_ids_PN is not None and rows.entropy_P is not None
+        assert rows.tail_token_ids_PN is not None
+        assert rows.entropy_P is not None
         draws_CN, constant_C = rows.tail_token_ids_PN, -rows.entropy_P.to(dtype)
     elif tail == "bucket":
         bucket_C, constant_C = tail_C, head_C + torch.xlogy(tail_C, tail_C)

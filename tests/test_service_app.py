@@ -1,0 +1,101 @@
+"""States that a server is rarely in: draining, out of space, broken."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import Bench
+from tiny_server import problem
+
+from teachercache.format_spec import digest_bytes
+from teachercache.service.app import create_app
+from teachercache.service.state import State
+from teachercache.service.store import LocalStore
+from teachercache.service.supervisor import Supervisor
+from teachercache.service.teachers import Teachers
+
+UPLOAD = b"PAR1" + bytes(100) + b"PAR1"
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    """A data directory with a data set."""
+    return Bench(tmp_path)
+
+
+@pytest.fixture
+def state(bench: Bench) -> State:
+    """The parts of a server whose supervisor was never started."""
+    teachers = Teachers.of(bench.settings, bench.meta.file_digest)
+    supervisor = Supervisor(["false"], bench.root / "worker.log", bench.meta)
+    return State(bench.settings, bench.store, bench.meta, teachers, supervisor)
+
+
+def ask(state: State, method: str, url: str, **options: Any) -> httpx.Response:
+    """Send one request to the app."""
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(create_app(state), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, url, **options)
+
+    return asyncio.run(send())
+
+
+def test_a_server_that_drains_takes_no_work(state: State, bench: Bench) -> None:
+    body = {"teacher": "fake", "data": bench.data}
+    state.supervisor.drain()
+    bench.submit()
+    for method, url, options in (
+        ("POST", "/v1/requests", {"json": body}),
+        ("POST", f"/v1/requests/{bench.spec.id}/retry", {}),
+    ):
+        answer = ask(state, method, url, **options)
+        assert answer.status_code == 503 and problem(answer)["code"] == "draining" and problem(answer)["retryable"]
+        assert int(answer.headers["retry-after"]) > 0
+    assert len(bench.meta.requests(10)) == 1
+
+
+def test_a_full_disk_refuses_uploads_and_still_serves(state: State, bench: Bench) -> None:
+    reserve = bench.store.free_bytes() + 2**40
+    full = State(
+        state.settings, LocalStore(bench.settings.data_dir, reserve), bench.meta, state.teachers, state.supervisor
+    )
+    answer = ask(full, "PUT", f"/v1/blobs/{digest_bytes(UPLOAD)}", content=UPLOAD)
+    assert answer.status_code == 507 and problem(answer)["code"] == "insufficient_storage"
+    assert ask(full, "GET", f"/v1/blobs/{bench.data}").status_code == 200
+    ready = ask(full, "GET", "/readyz")
+    assert ready.status_code == 503 and problem(ready)["code"] == "unavailable" and "disk" in problem(ready)["detail"]
+    checks = {check["name"]: check["ok"] for check in ready.json()["checks"]}
+    assert checks["disk"] is False and checks["database"] is True
+
+
+def test_a_fault_of_ours_is_a_problem_without_its_secrets(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise ZeroDivisionError("the password is 1234")
+
+    monkeypatch.setattr(state.meta, "requests", fail)
+    answer = ask(state, "GET", "/v1/requests")
+    assert answer.status_code == 500 and problem(answer)["code"] == "internal" and "1234" not in answer.text
+
+
+def test_an_intact_upload_is_not_stored_again_and_a_damaged_one_is(state: State, bench: Bench) -> None:
+    path = bench.store.local_path(bench.data)
+    content = path.read_bytes()
+    assert ask(state, "PUT", f"/v1/blobs/{bench.data}", content=content).status_code == 200
+    path.chmod(0o644)
+    path.write_bytes(content[:-1] + b"X")
+    assert ask(state, "PUT", f"/v1/blobs/{bench.data}", content=content).status_code == 201
+    assert ask(state, "GET", f"/v1/blobs/{bench.data}").content == content
+
+
+def test_a_data_set_that_is_gone_is_asked_for(state: State, bench: Bench) -> None:
+    bench.store.local_path(bench.data).unlink()
+    answer = ask(state, "GET", f"/v1/blobs/{bench.data}")
+    assert answer.status_code == 500 and problem(answer)["code"] == "corrupt"
+    answer = ask(state, "POST", "/v1/requests", json={"teacher": "fake", "data": bench.data})
+    assert answer.status_code == 404 and "upload it with PUT" in problem(answer)["detail"]
