@@ -29,7 +29,7 @@ EXTRAS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; errors raised on purpose are one line on standard error."""
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     try:
         return int(args.handler(args))
     except TeachercacheError as error:
@@ -47,13 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="teachercache", description="Run the teacher once, distill for ever.")
-    parser.add_argument("--version", action="version", version=f"teachercache {__version__}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    top = argparse.ArgumentParser(prog="teachercache", description="Run the teacher once, distill for ever.")
+    top.add_argument("--version", action="version", version=f"teachercache {__version__}")
+    subparsers = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for package in PACKAGES:
         import_module(f".{package}.commands", __package__).register(subparsers)
-    return parser
+    return top
 
 
 def _fail(message: str, code: Code) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_docs import blocks
 from tiny_cache import write_cache
 
 from teachercache.client import Client, stream_topk
@@ -139,6 +140,19 @@ def test_pulled_shards_are_a_cache_without_a_server(served: tuple[str, str], tmp
             np.testing.assert_array_equal(getattr(ours, field.name), getattr(theirs, field.name))
     for stream in streams:
         stream.close()
+
+
+def test_the_loop_in_the_readme_trains(
+    served: tuple[str, str], teacher_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (code,) = blocks("python")
+    url, cache_id = served
+    monkeypatch.setenv("TEACHERCACHE_CACHE_DIR", str(tmp_path / "cache"))
+    student = Student.load(str(teacher_dir), device="cpu", keep_layers=[0]).model
+    names: dict[str, Any] = {"cache_id": cache_id, "student": student}
+    exec(code.replace("http://127.0.0.1:8765", url).replace('"cuda"', '"cpu"'), names)
+    assert torch.isfinite(names["loss"])
+    assert student.lm_head.weight.grad.abs().sum() > 0
 
 
 @pytest.mark.slow
