@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from teachercache.format_spec import CacheRequest, Example, Fingerprint, Rows, Submission, digest_file, write_dataset
+from teachercache.format_spec import (
+    CacheRequest,
+    Example,
+    Fingerprint,
+    Manifest,
+    Rows,
+    Submission,
+    digest_file,
+    write_dataset,
+)
 from teachercache.service.meta import RequestRow
 from teachercache.service.settings import Settings
 from teachercache.service.sqlite_meta import SqliteMeta
@@ -112,6 +121,13 @@ class Bench:
     def row(self) -> RequestRow:
         """Return the request."""
         return self.meta.request(self.spec.id)
+
+
+def newest(bench: Bench) -> Manifest:
+    """Return the newest manifest of the request."""
+    digest = bench.row().manifest
+    assert digest is not None
+    return Manifest.from_bytes(bench.store.checked_path(digest).read_bytes())
 
 
 def write_teacher(folder: Path) -> Path:

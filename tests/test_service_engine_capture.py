@@ -139,6 +139,15 @@ def test_draws_are_those_of_float64_prefix_sums() -> None:
     assert (rows.tail_token_ids_PN == np.array(expected)).all(1).mean() >= 0.9
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_draw_on_the_edge_belongs_to_the_next_id(device: str) -> None:
+    logits_PV = torch.tensor([[0.0, 5.0, 0.0, 0.0, 0.0]], device=device)
+    rows = capture(logits_PV, k=1, tail_samples=2, uniforms_P=np.array([0.5]))
+    assert rows.tail_token_ids_PN is not None
+    # the targets are 1 and 3, the prefix sums 1 1 2 3 4
+    assert rows.tail_token_ids_PN.tolist() == [[2, 4]]
+
+
 def test_no_position_gives_no_row() -> None:
     rows = rows_of(torch.zeros(0, 9), k=3, tail_samples=2)
     assert (len(rows), rows.k, rows.tail_samples) == (0, 3, 2)

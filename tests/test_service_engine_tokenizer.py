@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,17 @@ def test_token_ids_need_no_tokenizer(tmp_path: Path) -> None:
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedTeacher, match="cannot load a tokenizer"):
         Tokenizer(tmp_path)
+
+
+def test_code_in_the_teachers_folder_is_never_run(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, None)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(UnsupportedTeacher):
+        Tokenizer(tmp_path)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_the_real_teachers_text_and_conversation(teacher_dir: Path) -> None:

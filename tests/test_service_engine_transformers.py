@@ -154,6 +154,15 @@ def test_a_long_sequence_never_has_all_its_logits_at_once(
     assert seen == [(10, 211)] * 6 + [(3, 211)]
 
 
+def test_whole_logits_bound_the_batches(tiny_dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "LOGITS_BYTES", 4 * 211 * 40)
+    seen: list[int] = []
+    pad_batch = engine_module.pad_batch
+    monkeypatch.setattr(engine_module, "pad_batch", lambda batch: seen.append(len(batch)) or pad_batch(batch))
+    scored(TransformersEngine(tiny_dirs["scaled"], device="cpu"), sequences([20, 20, 20, 64]))
+    assert seen == [2, 1, 1]
+
+
 def test_the_same_list_gives_the_same_bits(tiny_dirs: dict[str, Path], tiny: TransformersEngine) -> None:
     given = sequences([20, 7, 20, 64, 33, 2])
     again = TransformersEngine(tiny_dirs["llama"], device="cpu")
@@ -220,11 +229,14 @@ def test_impossible_settings_are_refused(options: dict[str, Any], tiny_dirs: dic
         TransformersEngine(tiny_dirs["llama"], **options)
 
 
-def test_pickled_weights_are_refused(tiny_dirs: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [None, "other.safetensors"])
+def test_pickled_weights_are_refused(beside: str | None, tiny_dirs: dict[str, Path], tmp_path: Path) -> None:
     weights = load_file(tiny_dirs["llama"] / "model.safetensors")
     shutil.copy(tiny_dirs["llama"] / "config.json", tmp_path)
     torch.save(weights, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UnsupportedTeacher, match="pickled weights are not loaded"):
+    if beside is not None:
+        save_file(weights, tmp_path / beside, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedTeacher, match="cannot load the teacher" if beside else "pickled weights are not"):
         load_engine("transformers", tmp_path)
 
 

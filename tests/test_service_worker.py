@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 
 import numpy as np
 import pytest
-from fake_engine import MAX_LENGTH, VOCAB_SIZE, Bench, FakeEngine, fake_rows
+from fake_engine import MAX_LENGTH, VOCAB_SIZE, Bench, FakeEngine, fake_rows, newest
 
-from teachercache.format_spec import Code, Example, Manifest, Shard
+from teachercache.format_spec import Code, Example, Shard
 from teachercache.service.errors import LeaseLost
 from teachercache.service.meta import MAX_ATTEMPTS, PLAN, Lease
 from teachercache.service.worker import score_in_order
@@ -23,13 +20,6 @@ from teachercache.service.worker import score_in_order
 def bench(tmp_path: Path) -> Bench:
     """A data directory with a data set and a request for it."""
     return Bench(tmp_path)
-
-
-def newest(bench: Bench) -> Manifest:
-    """Return the newest manifest."""
-    digest = bench.row().manifest
-    assert digest is not None
-    return Manifest.from_bytes(bench.store.checked_path(digest).read_bytes())
 
 
 def test_shards_hold_the_engine_s_rows_in_the_order_of_the_data_set(bench: Bench) -> None:
@@ -247,27 +237,6 @@ def test_a_plan_survives_its_worker_and_a_stale_one_is_refused(bench: Bench) -> 
     assert bench.row().state == "complete"
 
 
-def test_no_crash_between_two_steps_on_disk_loses_or_invents_a_shard(tmp_path: Path) -> None:
-    undisturbed = Bench(tmp_path / "undisturbed")
-    undisturbed.submit()
-    steps = count_disk_steps(undisturbed)
-    expected = newest(undisturbed)
-    # of each blob: fsync, rename, fsync of the folder; one token file, three shards, three manifests
-    assert steps == 7 * 3
-    for step in range(steps):
-        bench = Bench(tmp_path / f"crash{step}")
-        bench.submit()
-        assert crash_at(bench, step) == 137
-        bench.open()
-        if bench.row().manifest is not None:
-            for descriptor in newest(bench).shards:
-                assert bench.store.checked_path(descriptor.digest).stat().st_size == descriptor.bytes
-        bench.meta.release_owner(None, "the worker was killed")
-        assert bench.store.sweep() <= 1
-        bench.worker(FakeEngine()).run()
-        assert bench.row().state == "complete" and newest(bench) == expected, f"after a crash at step {step}"
-
-
 def spoil(bench: Bench, digest: str, damage: str) -> None:
     """Flip a byte of a blob, or remove it."""
     path = bench.store.local_path(digest)
@@ -278,40 +247,3 @@ def spoil(bench: Bench, digest: str, damage: str) -> None:
     data[len(data) // 2] ^= 1
     path.chmod(0o644)
     path.write_bytes(data)
-
-
-def count_disk_steps(bench: Bench) -> int:
-    """Run a worker and return how many fsyncs and renames it made."""
-    steps: list[None] = []
-    with watched_disk(lambda: steps.append(None)):
-        bench.worker(FakeEngine()).run()
-    return len(steps)
-
-
-def crash_at(bench: Bench, step: int) -> int:
-    """Run a worker in a process that dies before its fsync or rename number `step`; return its exit code."""
-    child = os.fork()
-    if child == 0:
-        left = iter(range(step))
-        with watched_disk(lambda: None if next(left, None) is not None else os._exit(137)):
-            bench.open()
-            bench.worker(FakeEngine()).run()
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-@contextmanager
-def watched_disk(before: Callable[[], None]) -> Iterator[None]:
-    """Call `before` ahead of each fsync and rename."""
-
-    def watched(real: Callable[..., None]) -> Callable[..., None]:
-        def call(*args: object) -> None:
-            before()
-            real(*args)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("fsync", "rename"):
-            patch.setattr(os, name, watched(getattr(os, name)))
-        yield

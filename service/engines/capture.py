@@ -66,7 +66,7 @@ def _capture_block(logits_BV: Tensor, k: int, tail_samples: int, uniforms_B: npt
     # -sum of p log p: over the support, then off it, where log p = exponent + shift - lse
     cross_B1 = torch.linalg.vecdot(weights_BV, exponents_BV)[:, None]
     off_B1 = (shift_B1 - lse_B1).exp() * (cross_B1 + total_B1 * (shift_B1 - lse_B1))
-    entropy_B1 = (torch.special.entr(logprobs_BK.exp()).sum(1, keepdim=True) - off_B1).clamp_(min=0.0)
+    entropy_B1 = torch.special.entr(logprobs_BK.exp()).sum(1, keepdim=True) - off_B1
 
     draws_BN = _draw(weights_BV, uniforms_B, tail_samples) if tail_samples else None
     return Rows(
