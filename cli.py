@@ -12,7 +12,7 @@ from . import __version__
 from .format_spec.codes import Code
 from .format_spec.errors import TeachercacheError
 
-PACKAGES = ("demo", "service", "client", "trainer")
+PACKAGES = ("demo", "service", "client", "trainer", "format_spec")
 EXTRAS = {
     "torch": "trainer",
     "transformers": "trainer",
@@ -23,6 +23,7 @@ EXTRAS = {
     "pydantic_settings": "service",
     "gguf": "demo",
     "tokenizers": "demo",
+    "yaml": "distillkit",
     "vllm": "vllm",
 }
 

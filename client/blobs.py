@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..format_spec import Manifest, ManifestError, ShardDescriptor, digest_bytes
+from ..format_spec.part import replacing, sweep
 from .claim import claimed
 from .download import download
 from .errors import CacheUnusable, OfflineMiss
-from .part import replacing, sweep
 from .transport import Transport, is_offline
 
 DEFAULT_LIMIT_BYTES = 100 * 10**9

@@ -1,15 +1,15 @@
-"""The client's verbs: submit, wait, status, retry, ls, pull. Each returns its exit code and raises ClientError."""
+"""The client's verbs: submit, wait, status, retry, ls, pull, inspect. Each returns its exit code."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..format_spec import is_request_id
+from ..format_spec import is_digest, is_request_id
 from ..format_spec.codes import EXIT_OK
+from ..format_spec.output import print_fields, print_json, size_text
 from ..format_spec.request import AUTO, DEFAULT_K, DEFAULT_SHARD_POSITIONS
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Someone sits in front of it and may have mistyped the url.
 RETRY_S = 20.0
+INSPECT_HELP = "say what a shard or a cache holds: identity, sizes, quality, an example row"
 
 
 def register(subparsers: Subparsers) -> None:
@@ -41,6 +42,12 @@ def register(subparsers: Subparsers) -> None:
     pull = _verb(subparsers, "pull", _pull, "fetch a complete cache into a directory, to be read without a server")
     pull.add_argument("cache", help="request id (waited for when it still runs) or manifest digest")
     pull.add_argument("directory", type=Path)
+
+    inspect = subparsers.add_parser("inspect", help="say what a shard or a cache holds", description=INSPECT_HELP)
+    inspect.add_argument("what", metavar="FILE|FOLDER|DIGEST", help="a digest names a shard in the local cache")
+    inspect.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="show the example row's tokens as text")
+    inspect.add_argument("--json", action="store_true", help="print JSON on standard output")
+    inspect.set_defaults(handler=_inspect)
 
 
 def _register_submit(subparsers: Subparsers) -> None:
@@ -102,7 +109,7 @@ def _submit(args: argparse.Namespace) -> int:
         if args.wait:
             view = _wait_with_bar(client, view.id)
     if args.json:
-        _print_json(view.to_json())
+        print_json(view.to_json())
     elif args.wait:
         print(f"manifest  {view.manifest}")
     return EXIT_OK
@@ -130,7 +137,7 @@ def _retry(args: argparse.Namespace) -> int:
 def _ls(args: argparse.Namespace) -> int:
     with _client(args) as client:
         if args.json:
-            _print_json([view.to_json() for view in client.ls()])
+            print_json([view.to_json() for view in client.ls()])
             return EXIT_OK
         for view in client.ls():
             print(f"{view.id}  {view.state:10}  {_share(view):>4}  {view.created_at}  {view.teacher_name}")
@@ -138,7 +145,7 @@ def _ls(args: argparse.Namespace) -> int:
 
 
 def _pull(args: argparse.Namespace) -> int:
-    from .progress import progress
+    from ..format_spec.progress import progress
 
     with _client(args) as client:
         if is_request_id(args.cache):
@@ -146,12 +153,30 @@ def _pull(args: argparse.Namespace) -> int:
         with progress("pull") as report:
 
             def show(done: int, total: int) -> None:
-                report(done, total, f"fetched {_size(done)}")
+                report(done, total, f"fetched {size_text(done)}")
 
             manifest = client.pull(args.cache, args.directory, show)
     summary = {"directory": str(args.directory), "manifest": manifest.digest, "shards": len(manifest.shards)}
     summary |= {"bytes": manifest.num_bytes, "sequences": manifest.sequences, "positions": manifest.num_positions}
-    _print_fields(summary, args.json)
+    print_fields(summary, args.json)
+    return EXIT_OK
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from ..format_spec.pieces import Pieces
+    from ..format_spec.progress import counting
+    from ..format_spec.shard_set import ShardSet
+    from ..format_spec.summary import summarise
+    from .blobs import BlobCache
+
+    shards = ShardSet(BlobCache().path(args.what) if is_digest(args.what) else Path(args.what))
+    pieces = None if args.tokenizer is None else Pieces(args.tokenizer, shards.metadata.fingerprint.tokenizer)
+    with counting("inspect") as report:
+        summary = summarise(shards, report)
+    if args.json:
+        print_json(summary.to_json())
+    else:
+        print("\n".join(summary.lines(str if pieces is None else pieces.text)))
     return EXIT_OK
 
 
@@ -165,7 +190,7 @@ def _only_teacher(client: Client) -> str:
 
 
 def _wait_with_bar(client: Client, request_id: str, timeout_s: float | None = None) -> RequestView:
-    from .progress import progress
+    from ..format_spec.progress import progress
 
     try:
         with progress("teacher") as report:
@@ -182,19 +207,19 @@ def _wait_with_bar(client: Client, request_id: str, timeout_s: float | None = No
 
 def _print_estimate(estimate: Estimate, as_json: bool) -> None:
     if as_json:
-        _print_json(estimate.to_json())
+        print_json(estimate.to_json())
         return
     print(f"request    {estimate.id}{' (exists: costs nothing)' if estimate.exists else ''}")
     print(f"sequences  {estimate.sequences}")
     print(f"tokens     {estimate.positions}")
-    print(f"bytes      {estimate.estimated_bytes} ({_size(estimate.estimated_bytes)})")
+    print(f"bytes      {estimate.estimated_bytes} ({size_text(estimate.estimated_bytes)})")
     seconds = estimate.estimated_seconds
     print(f"time       {'not known yet' if seconds is None else f'{seconds:.0f} s'}")
 
 
 def _print_view(view: RequestView, as_json: bool) -> None:
     if as_json:
-        _print_json(view.to_json())
+        print_json(view.to_json())
         return
     done = f"{view.positions_done} of {'?' if view.positions_total is None else view.positions_total}"
     fields = {"request": view.id, "state": view.state, "teacher": view.teacher_name, "tokens": done}
@@ -203,29 +228,8 @@ def _print_view(view: RequestView, as_json: bool) -> None:
         fields["error"] = f"{view.error.get('detail')} [{view.error.get('code')}]"
     if view.manifest:
         fields["manifest"] = view.manifest
-    _print_fields(fields, as_json=False)
-
-
-def _print_fields(fields: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        _print_json(fields)
-        return
-    width = max(map(len, fields))
-    for name, value in fields.items():
-        print(f"{name:{width}}  {value}")
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
+    print_fields(fields, as_json=False)
 
 
 def _share(view: RequestView) -> str:
     return f"{100 * view.positions_done // view.positions_total}%" if view.positions_total else ""
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} TB"

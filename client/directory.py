@@ -6,12 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..format_spec import Manifest, ShardDescriptor, digest_file
+from ..format_spec.cache_folder import MANIFEST_NAME, shard_path
+from ..format_spec.part import replacing, sweep
 from .download import download
 from .errors import CacheNotFound, CacheUnusable, ConfigError
-from .part import replacing, sweep
 from .transport import Transport
-
-MANIFEST_NAME = "manifest.json"
 
 
 class CacheDirectory:
@@ -34,7 +33,7 @@ class CacheDirectory:
 
     def shard_path(self, shard: ShardDescriptor) -> Path:
         """Return where the shard lies."""
-        return self.path / "shards" / f"{shard.digest.removeprefix('sha256:')}.tkc"
+        return shard_path(self.path, shard.digest)
 
     def fill(
         self, manifest: Manifest, transport: Transport, on_progress: Callable[[int, int], None] | None = None

@@ -12,8 +12,8 @@ from typing import BinaryIO
 import httpx
 
 from ..format_spec import Code
+from ..format_spec.part import replacing
 from .errors import CacheUnusable, ConnectionFailed, IntegrityError, ServerError
-from .part import replacing
 from .transport import Transport
 
 RESTARTS = 3

@@ -77,7 +77,7 @@ class SequenceReader:
         return shard
 
     def _check(self, shard: Shard, descriptor: ShardDescriptor) -> None:
-        if shard.num_sequences != descriptor.sequences or shard.header.fingerprint != self._manifest.fingerprint:
+        if shard.num_sequences != descriptor.sequences or shard.metadata.fingerprint != self._manifest.fingerprint:
             raise IntegrityError(f"shard {descriptor.digest} is sound, but is not what its manifest says")
 
     def _drop(self, descriptor: ShardDescriptor) -> None:

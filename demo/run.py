@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..client import Client, RequestView
-from ..client.progress import progress
 from ..format_spec import Example, Manifest, write_dataset
+from ..format_spec.progress import progress
 from .evaluate import Score, evaluate
 from .model import default_cache_dir, ensure_model
 from .peak import measure, save_inputs

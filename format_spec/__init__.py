@@ -5,9 +5,11 @@ from .codes import Code
 from .dataset import Dataset, Example, read_jsonl, write_dataset
 from .digest import content_key, digest_bytes, digest_file, is_digest, is_request_id
 from .errors import (
+    CorruptFooter,
     CorruptFrame,
-    CorruptHeader,
     CorruptIndex,
+    CorruptMetadata,
+    CorruptTable,
     DatasetError,
     FormatError,
     InvalidRows,
@@ -23,8 +25,8 @@ from .errors import (
     UnsupportedVersion,
 )
 from .fingerprint import Fingerprint
-from .header import ShardHeader
 from .manifest import Manifest, Quality, QualityTally, ShardDescriptor
+from .metadata import ShardMetadata
 from .request import CacheRequest, Submission
 from .rows import PAD_ID, Rows, ScoredSequence
 from .shard import Shard, ShardWriter
@@ -37,9 +39,11 @@ __all__ = [
     "PAD_ID",
     "CacheRequest",
     "Code",
+    "CorruptFooter",
     "CorruptFrame",
-    "CorruptHeader",
     "CorruptIndex",
+    "CorruptMetadata",
+    "CorruptTable",
     "Dataset",
     "DatasetError",
     "Example",
@@ -58,7 +62,7 @@ __all__ = [
     "Shard",
     "ShardDescriptor",
     "ShardError",
-    "ShardHeader",
+    "ShardMetadata",
     "ShardWriter",
     "Submission",
     "TeachercacheError",

@@ -8,15 +8,17 @@ from typing import Any
 from .errors import FormatError
 
 MAX_INT = 2**53 - 1
+MAX_DEPTH = 64
 
 
 def canonical_json(value: Any) -> bytes:
     """Return the one byte string that stands for `value`.
 
     Raises:
-        FormatError: a float, a key that is not ASCII text, an integer of 2^53 or more, a lone surrogate.
+        FormatError: a float, a key that is not ASCII text, an integer of 2^53 or more, a lone surrogate, or more than
+            64 arrays and objects inside one another.
     """
-    _check(value, "$")
+    _check(value, "$", 0)
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     try:
         return text.encode()
@@ -39,7 +41,9 @@ def parse_canonical(data: bytes) -> Any:
     return value
 
 
-def _check(value: Any, path: str) -> None:
+def _check(value: Any, path: str, depth: int) -> None:
+    if depth >= MAX_DEPTH and isinstance(value, list | tuple | dict):
+        raise FormatError(f"more than {MAX_DEPTH} arrays and objects stand inside one another")
     if value is None or isinstance(value, bool | str):
         return
     if isinstance(value, int):
@@ -47,11 +51,11 @@ def _check(value: Any, path: str) -> None:
             raise FormatError(f"integer {value} at {path} is above 2^53 - 1; write it as a string")
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
-            _check(item, f"{path}[{i}]")
+            _check(item, f"{path}[{i}]", depth + 1)
     elif isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str) or not key.isascii():
                 raise FormatError(f"key {key!r} at {path} is not ASCII text")
-            _check(item, f"{path}.{key}")
+            _check(item, f"{path}.{key}", depth + 1)
     else:
         raise FormatError(f"{type(value).__name__} at {path} has no canonical form; write it as a string")

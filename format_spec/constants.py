@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 HEADER_MAGIC = b"TKCS"  # 3.1
-TRAILER_MAGIC = b"TKCE"  # 7.1
+TRAILER_MAGIC = b"TKCE"  # 8.1
 FILE_SUFFIX = ".tkc"  # 1
 
-FEATURE_REMAP = 1 << 0  # 3.3, reserved for the frequency-rank table
-FEATURE_PROFILES = 1 << 1  # 3.3, reserved for value profiles other than bf16
-KNOWN_FEATURES = 0  # 3.3, what this version reads
+FEATURE_REMAP = 1 << 0  # 3.3: ids are coded by a table
+KNOWN_FEATURES = FEATURE_REMAP  # 3.3
 
-HEADER_FORMAT = "<4sHHIIQQ"  # 3: magic, major, minor, features, json bytes, json xxh3, reserved
-FRAME_FORMAT = "<IHH"  # 5.1: positions, streams, reserved
-TRAILER_FORMAT = "<QQQQQHH4s"  # 7: index offset, sequences, positions, index xxh3, file size, major, minor, magic
+HEADER_FORMAT = "<4sHHII"  # 3: magic, major, minor, required features, reserved
+FRAME_FORMAT = "<IHH"  # 4.1: positions, streams, reserved
+TRAILER_FORMAT = "<QIIQQQQIHHI4s"  # 8
 
-PAD_CODE = 0xFFFFFF  # 5.4, 5.7: an id that is none
-PAD_VALUE = 0x7F80  # 5.5: +inf on the bf16 grid
-ZSTD_LEVEL = 1  # 5.2
+PAD_CODE = 0xFFFFFF  # 4.4, 4.7: an id that is none
+ZSTD_LEVEL = 1  # 4.2
 
-MAX_HEADER_BYTES = 1 << 16  # 8
-MAX_VOCAB = (1 << 24) - 1  # 8
-MAX_K = 4096  # 8
-MAX_TAIL_SAMPLES = 4096  # 8
-MAX_SEQUENCES = 1 << 24  # 8
-MAX_SEQUENCE_POSITIONS = 1 << 22  # 8
-MAX_PLANE_BYTES = 1 << 30  # 8
-MAX_WINDOW_BYTES = 1 << 23  # 8
+MAX_METADATA_BYTES = 1 << 16  # 9
+MAX_VOCAB = (1 << 24) - 1  # 9
+MAX_K = 4096  # 9
+MAX_TAIL_SAMPLES = 4096  # 9
+MAX_STREAMS = 256  # 9
+MAX_SEQUENCES = 1 << 24  # 9
+MAX_SEQUENCE_POSITIONS = 1 << 22  # 9
+MAX_PLANE_BYTES = 1 << 30  # 9
+MAX_WINDOW_BYTES = 1 << 23  # 9

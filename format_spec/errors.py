@@ -6,19 +6,25 @@ TeachercacheError
     ├── ManifestError         a manifest that is not one
     ├── DatasetError          an upload that is not a data set
     ├── TokenizerError        a folder whose tokenizer cannot be told
+    ├── SourceError           a path that does not hold what is to be read from it
+    ├── TargetError           a path that cannot be written
     └── ShardError            a shard that must not be read, or rows that must not be written
         ├── NotAShard         wrong magic, or too short to be one
         ├── UnsupportedVersion
         ├── UnsupportedFeature
         ├── TruncatedShard    the file is not as long as it says
-        ├── CorruptHeader
-        ├── CorruptIndex
+        ├── CorruptFooter     table, metadata and index do not match their checksum, or break a rule
+        │   ├── CorruptMetadata
+        │   ├── CorruptTable
+        │   └── CorruptIndex
         ├── CorruptFrame      the bytes of a sequence are damaged or inconsistent
         ├── LimitExceeded     a declared size is above a hard limit
         └── InvalidRows       rows that the format cannot hold
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from .codes import Code
 
@@ -62,12 +68,30 @@ class TokenizerError(FormatError):
     code = Code.UNSUPPORTED_TEACHER
 
 
+class SourceError(FormatError):
+    """A path does not hold what is to be read from it."""
+
+    code = Code.INVALID_DATASET
+
+    @classmethod
+    def of(cls, path: Path, error: OSError) -> SourceError:
+        """Return the error that says why the system does not give `path`."""
+        code = Code.NOT_FOUND if isinstance(error, FileNotFoundError) else None
+        return cls(f"cannot read {path}: {error.strerror or error}", code)
+
+
+class TargetError(FormatError):
+    """A path cannot be written, or must not be."""
+
+    code = Code.INVALID_CONFIG
+
+
 class ShardError(FormatError):
     """A shard breaks a clause of SPEC.md."""
 
 
 class NotAShard(ShardError):
-    """The bytes do not begin and end as a shard does (SPEC 3.1, 7.1)."""
+    """The bytes do not begin and end as a shard does (SPEC 3.1, 8.1)."""
 
 
 class UnsupportedVersion(ShardError):
@@ -79,26 +103,34 @@ class UnsupportedFeature(ShardError):
 
 
 class TruncatedShard(ShardError):
-    """The file is shorter or longer than its trailer says (SPEC 7.2)."""
+    """The file is shorter or longer than its trailer says (SPEC 8.2)."""
 
 
-class CorruptHeader(ShardError):
-    """The JSON header is damaged or breaks a rule (SPEC 3.4, 4)."""
+class CorruptFooter(ShardError):
+    """The footer is damaged, or its parts do not fill it (SPEC 8)."""
 
 
-class CorruptIndex(ShardError):
-    """The index is damaged, or its entries do not tile the file (SPEC 6)."""
+class CorruptMetadata(CorruptFooter):
+    """The metadata breaks a rule (SPEC 6)."""
+
+
+class CorruptTable(CorruptFooter):
+    """The remap table breaks a rule (SPEC 5)."""
+
+
+class CorruptIndex(CorruptFooter):
+    """The index breaks a rule: its entries do not tile the file (SPEC 7)."""
 
 
 class CorruptFrame(ShardError):
-    """A frame is damaged, or what it holds breaks a rule (SPEC 5)."""
+    """A frame is damaged, or what it holds breaks a rule (SPEC 4)."""
 
 
 class LimitExceeded(ShardError):
-    """A declared count or size is above its hard limit (SPEC 8)."""
+    """A declared count or size is above its hard limit (SPEC 9)."""
 
 
 class InvalidRows(ShardError):
-    """The rows given to a writer cannot be stored (SPEC 5)."""
+    """The rows given to a writer cannot be stored (SPEC 4)."""
 
     code = Code.INVALID_ROWS

@@ -32,6 +32,10 @@ class Fingerprint:
         for name in ("teacher", "tokenizer"):
             if not is_digest(getattr(self, name)):
                 raise ManifestError(f"fingerprint: {name} is not a digest: {getattr(self, name)!r}")
+        texts = [self.engine, self.dtype, self.head_dtype, self.device, self.kernel]
+        texts += self.software.values() if isinstance(self.software, dict) else [self.software]
+        if not isinstance(self.software, dict) or not all(isinstance(text, str) for text in texts):
+            raise ManifestError(f"fingerprint: not all of {texts} are texts")
         if not isinstance(self.vocab_size, int) or self.vocab_size < 1:
             raise ManifestError(f"fingerprint: vocab_size {self.vocab_size!r} is not a positive integer")
 

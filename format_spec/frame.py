@@ -1,4 +1,4 @@
-"""One frame: a sequence and its rows as compressed byte planes (SPEC 5).
+"""One frame: a sequence and its rows as compressed byte planes (SPEC 4).
 
 Shapes: L tokens, P = L - 1 rows, K kept entries, N tail samples.
 """
@@ -6,225 +6,279 @@ Shapes: L tokens, P = L - 1 rows, K kept entries, N tail samples.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 
-from .constants import FRAME_FORMAT, MAX_SEQUENCE_POSITIONS, PAD_CODE, PAD_VALUE
+from .constants import FRAME_FORMAT, MAX_SEQUENCE_POSITIONS, PAD_CODE
 from .errors import CorruptFrame, InvalidRows, LimitExceeded
-from .header import COLUMNS, ShardHeader
-from .planes import PlaneEncoder, UInt32, decode_planes
+from .metadata import ShardMetadata
+from .planes import PlaneDecoder, PlaneEncoder, Stream, Unsigned
+from .profiles import Profile
+from .remap import RemapTable
 from .rows import PAD_ID, Bool, Float32, Int32, Rows, ScoredSequence
 
 FRAME_HEADER_SIZE = struct.calcsize(FRAME_FORMAT)
 LOGPROB_SLACK = 1e-3  # nats above 0 that float32 arithmetic may leave
+ID_COLUMNS = ("input_ids", "token_ids", "tail_token_ids")
+FLOAT_COLUMNS = ("log_tail_mass", "logsumexp", "entropy")
+Columns = Mapping[str, Unsigned]
 
 
-def encode_frame(sequence: ScoredSequence, header: ShardHeader, encoder: PlaneEncoder) -> bytes:
-    """Return the frame of a sequence.
+def to_columns(sequence: ScoredSequence, metadata: ShardMetadata) -> dict[str, Unsigned]:
+    """Return the integers of each column, ids not yet remapped.
 
     Raises:
-        InvalidRows: the rows break a rule of SPEC 5 or are not what the header says.
-        LimitExceeded: the sequence is longer than a frame may be (SPEC 8).
+        InvalidRows: the rows break a rule of SPEC 4 or are not what the metadata says.
+        LimitExceeded: the sequence is longer than a frame may be (SPEC 9).
     """
     if len(sequence) > MAX_SEQUENCE_POSITIONS:
-        raise LimitExceeded(f"{len(sequence)} tokens are above the limit of {MAX_SEQUENCE_POSITIONS} (SPEC 8)")
-    columns = _columns(sequence, header)
-    streams: list[bytes] = []
-    for name in header.columns:
-        streams += encoder.encode(columns[name], COLUMNS[name][0])
-    lengths = np.array([len(stream) for stream in streams], dtype="<u4")
-    return struct.pack(FRAME_FORMAT, len(sequence), len(streams), 0) + lengths.tobytes() + b"".join(streams)
-
-
-def decode_frame(frame: bytes, header: ShardHeader, num_positions: int) -> ScoredSequence:
-    """Return the sequence in a frame whose checksum was already checked.
-
-    Raises:
-        CorruptFrame: what the frame holds breaks a rule of SPEC 5.
-        LimitExceeded: a declared size is above its limit (SPEC 8).
-    """
-    data = _decode_columns(frame, header, num_positions)
-    if (data["input_ids"] >= header.fingerprint.vocab_size).any():
-        raise CorruptFrame("an input id is outside the vocabulary (SPEC 5.4)")
-    if (data["loss_mask"] > 1).any():
-        raise CorruptFrame("the loss mask holds other bytes than 0 and 1 (SPEC 5.4)")
-    rows = _decode_rows(data, header)
-    segments = data.get("segment_ids")
-    return ScoredSequence(
-        input_ids_L=data["input_ids"].astype(np.int32),
-        rows=rows,
-        loss_mask_L=data["loss_mask"] == 0,
-        segment_ids_L=None if segments is None else segments.astype(np.int32),
-    )
-
-
-def _columns(sequence: ScoredSequence, header: ShardHeader) -> dict[str, UInt32]:
+        raise LimitExceeded(f"{len(sequence)} tokens are above the limit of {MAX_SEQUENCE_POSITIONS} (SPEC 9)")
     rows = sequence.rows
-    if rows.k != header.k or rows.tail_samples != header.tail_samples:
+    if rows.k != metadata.k or rows.tail_samples != metadata.tail_samples:
         raise InvalidRows(
-            f"rows have k {rows.k} and {rows.tail_samples} tail samples, the shard {header.k} and {header.tail_samples}"
+            f"rows have k {rows.k} and {rows.tail_samples} tail samples, "
+            f"the shard {metadata.k} and {metadata.tail_samples}"
         )
-    vocab_size, present = header.fingerprint.vocab_size, ~rows.absent_P
-    columns = {
+    vocab_size, present_P = metadata.fingerprint.vocab_size, ~rows.absent_P
+    mask_L = np.ones(len(sequence), np.bool_) if sequence.loss_mask_L is None else sequence.loss_mask_L
+    columns: dict[str, Unsigned] = {
         "input_ids": _ids(sequence.input_ids_L, vocab_size, "input ids"),
-        "loss_mask": np.zeros(len(sequence), dtype=np.uint32)
-        if sequence.loss_mask_L is None
-        else (~sequence.loss_mask_L).astype(np.uint32),
+        "loss_mask": (~mask_L).astype(np.uint8),
         "token_ids": _support(rows, vocab_size),
-        "logprobs": _values(rows),
-        "log_tail_mass": _floats(rows.log_tail_mass_P, present, "log_tail_mass", upper=LOGPROB_SLACK),
+        "logprobs": _values(rows, metadata.values),
     }
-    if "segment_ids" in header.columns:
-        segments = sequence.segment_ids_L
-        if segments is None or segments.min() < 0 or segments.max() >= PAD_CODE:
-            raise InvalidRows("segment ids are missing or out of range (SPEC 5.4)")
-        columns["segment_ids"] = segments.astype(np.uint32)
+    if metadata.has("segment_ids"):
+        columns["segment_ids"] = _segments(sequence)
     elif sequence.segment_ids_L is not None:
         raise InvalidRows("the shard has no column for the segment ids given")
-    for name, column in (("logsumexp", rows.logsumexp_P), ("entropy", rows.entropy_P)):
-        if name in header.columns:
-            if column is None:
-                raise InvalidRows(f"the shard has a column {name} and the rows have none")
-            columns[name] = _floats(column, present, name)
-    if header.tail_samples:
+    for name in FLOAT_COLUMNS:
+        column = getattr(rows, f"{name}_P")
+        if metadata.has(name):
+            columns[name] = _floats(column, present_P, name)
+    if "entropy" in columns:
+        columns["entropy"] = _rounded(columns["entropy"])
+    if metadata.tail_samples:
         columns["tail_token_ids"] = _tail(rows, vocab_size)
     return columns
 
 
-def _ids(ids: Int32, vocab_size: int, what: str) -> UInt32:
+def encode_frame(
+    columns: Columns, num_positions: int, metadata: ShardMetadata, table: RemapTable | None, encoder: PlaneEncoder
+) -> bytes:
+    """Return the frame of a sequence whose columns `to_columns` made."""
+    streams: list[bytes] = []
+    for column in metadata.columns:
+        values = columns[column.name]
+        if table is not None and column.name in ID_COLUMNS:
+            values = table.encode(values.astype(np.uint32))
+        if column.name == "tail_token_ids":
+            values = np.sort(values.reshape(-1, metadata.tail_samples), axis=1)
+            values[:, 1:] -= values[:, :-1].copy()
+        streams += encoder.encode(values, column.planes)
+    lengths = np.array([len(stream) for stream in streams], dtype="<u4")
+    return struct.pack(FRAME_FORMAT, num_positions, len(streams), 0) + lengths.tobytes() + b"".join(streams)
+
+
+def split_frame(frame: bytes, metadata: ShardMetadata, num_positions: int) -> dict[str, list[Stream]]:
+    """Return the streams of each column of a frame, still compressed.
+
+    Raises:
+        CorruptFrame: the frame is not divided as SPEC 4.1 says.
+    """
+    if len(frame) < FRAME_HEADER_SIZE + 4 * metadata.num_streams:
+        raise CorruptFrame(f"a frame of {len(frame)} bytes is too short for its stream lengths (SPEC 4.1)")
+    positions, num_streams, reserved = struct.unpack_from(FRAME_FORMAT, frame)
+    if positions != num_positions or num_streams != metadata.num_streams or reserved:
+        raise CorruptFrame("the frame's counts are not those of index and metadata (SPEC 4.1)")
+    lengths = np.frombuffer(frame, "<u4", num_streams, FRAME_HEADER_SIZE).astype(np.int64)
+    ends = (FRAME_HEADER_SIZE + 4 * num_streams + np.cumsum(lengths)).tolist()
+    if ends[-1] != len(frame):
+        raise CorruptFrame("the streams do not fill the frame (SPEC 4.1)")
+    view, begin, stream = memoryview(frame), FRAME_HEADER_SIZE + 4 * num_streams, 0
+    columns: dict[str, list[Stream]] = {}
+    for column in metadata.columns:
+        parts: list[Stream] = []
+        for end in ends[stream : stream + column.planes]:
+            parts.append(view[begin:end])
+            begin = end
+        columns[column.name] = parts
+        stream += column.planes
+    return columns
+
+
+class FrameDecoder:
+    """Decodes the frames of one shard, all of a sequence or the columns asked for; not shared between threads.
+
+    Raises:
+        CorruptFrame: what a frame holds breaks a rule of SPEC 4.
+        LimitExceeded: a declared size is above its limit (SPEC 9).
+    """
+
+    def __init__(self, metadata: ShardMetadata, table: RemapTable | None) -> None:
+        self._metadata, self._table = metadata, table
+        self._planes = PlaneDecoder()
+
+    def sequence(self, frame: bytes, num_positions: int) -> ScoredSequence:
+        """Return the sequence in a frame."""
+        parts = split_frame(frame, self._metadata, num_positions)
+        absent_P, ids_PK, logprobs_PK = self._support(parts, num_positions)
+        floats = {name: self._floats(parts, name, num_positions, absent_P) for name in FLOAT_COLUMNS if name in parts}
+        tail_PN = None
+        if self._metadata.tail_samples:
+            tail_PN = self._tail(parts, num_positions, absent_P | (floats["log_tail_mass"] == -np.inf))
+        mask_L = self._integers(parts, "loss_mask", num_positions, np.uint8)
+        if mask_L.max() > 1:
+            raise CorruptFrame("the loss mask holds other bytes than 0 and 1 (SPEC 4.4)")
+        segments_L = self._integers(parts, "segment_ids", num_positions) if "segment_ids" in parts else None
+        return ScoredSequence(
+            input_ids_L=self.input_ids(parts, num_positions),
+            rows=Rows(
+                token_ids_PK=ids_PK,
+                logprobs_PK=logprobs_PK,
+                log_tail_mass_P=floats["log_tail_mass"],
+                logsumexp_P=floats.get("logsumexp"),
+                entropy_P=floats.get("entropy"),
+                tail_token_ids_PN=tail_PN,
+            ),
+            loss_mask_L=mask_L == 0,
+            segment_ids_L=None if segments_L is None else segments_L.view(np.int32),
+        )
+
+    def input_ids(self, parts: Mapping[str, list[Stream]], num_positions: int) -> Int32:
+        """Return the tokens of a sequence alone, leaving the other columns compressed."""
+        codes_L = self._integers(parts, "input_ids", num_positions)
+        if codes_L.max() >= self._metadata.fingerprint.vocab_size:
+            raise CorruptFrame("an input id is outside the vocabulary (SPEC 4.4)")
+        return self._ids(codes_L)
+
+    def _integers(
+        self, parts: Mapping[str, list[Stream]], name: str, num_positions: int, dtype: type = np.uint32
+    ) -> Unsigned:
+        return self._planes.decode(parts[name], self._metadata.entries(name, num_positions), dtype)
+
+    def _ids(self, codes: Unsigned) -> Int32:
+        ids = codes if self._table is None else self._table.decode(codes)
+        return ids.view(np.int32)
+
+    def _support(self, parts: Mapping[str, list[Stream]], num_positions: int) -> tuple[Bool, Int32, Float32]:
+        k, vocab_size, profile = self._metadata.k, self._metadata.fingerprint.vocab_size, self._metadata.values
+        codes_PK = self._integers(parts, "token_ids", num_positions).reshape(-1, k)
+        deltas_PK = self._integers(parts, "logprobs", num_positions, np.uint16).reshape(-1, k)
+        values_PK = np.cumsum(deltas_PK, axis=1, dtype=np.uint16)
+        if (values_PK[:, 1:] < values_PK[:, :-1]).any():
+            raise CorruptFrame("a row is not in probability order (SPEC 4.5)")
+        if values_PK[:, -1].max() > profile.infinity:
+            raise CorruptFrame("a value is no number (SPEC 4.5)")
+        absent_P = codes_PK[:, 0] == PAD_CODE
+        # whole rows are the rule: one look at the largest code spares them the care that padding needs
+        if int(codes_PK.max()) < vocab_size:
+            if values_PK[:, -1].max() == profile.infinity:
+                raise CorruptFrame("a value is padding where its id is none (SPEC 4.5)")
+            return absent_P, self._ids(codes_PK), profile.decode(values_PK)
+        pad_PK = codes_PK == PAD_CODE
+        if ((codes_PK >= vocab_size) & ~pad_PK).any():
+            raise CorruptFrame("a support id is outside the vocabulary (SPEC 4.4)")
+        if (pad_PK[:, :-1] & ~pad_PK[:, 1:]).any():
+            raise CorruptFrame("padding stands before an entry of its row (SPEC 4.4)")
+        if ((values_PK == profile.infinity) != pad_PK).any():
+            raise CorruptFrame("values and ids are padded in different places (SPEC 4.5)")
+        ids_PK = np.where(pad_PK, PAD_ID, self._ids(np.where(pad_PK, 0, codes_PK)))
+        return absent_P, ids_PK, profile.decode(values_PK)
+
+    def _floats(self, parts: Mapping[str, list[Stream]], name: str, num_positions: int, absent_P: Bool) -> Float32:
+        bits = self._integers(parts, name, num_positions)
+        if bits[absent_P].any():
+            raise CorruptFrame(f"{name} of an absent row is not zero (SPEC 4.6)")
+        values: Float32 = bits.view("<f4").astype(np.float32)
+        present = values[~absent_P]
+        if not (allowed := _allowed(present, name)).all():
+            raise CorruptFrame(f"{name} holds {present[~allowed][0]} (SPEC 4.6)")
+        values[absent_P] = np.nan
+        return values
+
+    def _tail(self, parts: Mapping[str, list[Stream]], num_positions: int, none_P: Bool) -> Int32:
+        deltas = self._integers(parts, "tail_token_ids", num_positions)
+        codes_PN = np.cumsum(deltas.reshape(-1, self._metadata.tail_samples), axis=1, dtype=np.int64)
+        if (codes_PN[none_P] != PAD_CODE).any():
+            raise CorruptFrame("a row without a tail has tail samples (SPEC 4.7)")
+        codes_PN[none_P] = 0
+        if int(codes_PN.max()) >= self._metadata.fingerprint.vocab_size:
+            raise CorruptFrame("a tail sample is outside the vocabulary (SPEC 4.7)")
+        ids_PN = self._ids(codes_PN.astype(np.uint32))
+        if none_P.any():
+            ids_PN = np.where(none_P[:, None], PAD_ID, ids_PN)
+        return ids_PN
+
+
+def _ids(ids: Int32, vocab_size: int, what: str) -> Unsigned:
     if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
-        raise InvalidRows(f"{what} must lie in 0..{vocab_size - 1}, found {ids.min()}..{ids.max()} (SPEC 5.4)")
+        raise InvalidRows(f"{what} must lie in 0..{vocab_size - 1}, found {ids.min()}..{ids.max()} (SPEC 4.4)")
     return ids.astype(np.uint32)
 
 
-def _support(rows: Rows, vocab_size: int) -> UInt32:
-    pad = rows.token_ids_PK == PAD_ID
-    if (pad[:, :-1] & ~pad[:, 1:]).any():
-        raise InvalidRows("padding stands before an entry of its row (SPEC 5.4)")
-    _ids(rows.token_ids_PK[~pad], vocab_size, "support ids")
-    ordered = np.sort(rows.token_ids_PK, axis=1)
-    if ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != PAD_ID)).any():
-        raise InvalidRows("a row names a token twice (SPEC 5.4)")
-    return np.where(pad, PAD_CODE, rows.token_ids_PK).astype(np.uint32)
+def _segments(sequence: ScoredSequence) -> Unsigned:
+    segments_L = sequence.segment_ids_L
+    if segments_L is None or segments_L.min() < 0 or segments_L.max() >= PAD_CODE:
+        raise InvalidRows("segment ids are missing or out of range (SPEC 4.4)")
+    return segments_L.astype(np.uint32)
 
 
-def _values(rows: Rows) -> UInt32:
-    pad, values = rows.token_ids_PK == PAD_ID, rows.logprobs_PK
-    if not np.isfinite(values[~pad]).all() or (values[~pad] > LOGPROB_SLACK).any():
-        raise InvalidRows("a logprob is not finite or above 0 (SPEC 5.5)")
-    codes = to_bf16_codes(np.where(pad, -np.inf, np.minimum(values, 0.0)))
-    if (codes[:, 1:] < codes[:, :-1]).any():
-        raise InvalidRows("a row is not in probability order (SPEC 5.5)")
-    deltas = codes.copy()
-    deltas[:, 1:] -= codes[:, :-1]
-    return deltas.astype(np.uint32)
-
-
-def to_bf16_codes(logprobs: npt.NDArray[np.floating]) -> npt.NDArray[np.uint16]:
-    """Return the magnitudes of logprobs on the bf16 grid, rounded to nearest even, as 16-bit patterns."""
-    bits = np.abs(logprobs).astype(np.float32).view(np.uint32)
-    codes: npt.NDArray[np.uint16] = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return codes
-
-
-def from_bf16_codes(codes: npt.NDArray[np.uint16]) -> Float32:
-    """Return the logprobs whose magnitudes have these bf16 patterns."""
-    return -(codes.astype(np.uint32) << 16).view(np.float32)
-
-
-def _floats(column: Float32, present: Bool, name: str, upper: float = np.inf) -> UInt32:
-    values = column[present]
-    bad = np.isnan(values) | (values > upper) | (values == np.inf)
-    if name != "log_tail_mass":
-        bad |= np.isinf(values)
-    if bad.any():
-        raise InvalidRows(f"{name} holds {values[bad][0]} (SPEC 5.6)")
-    # absent rows are never filled with numbers
-    return np.where(present, column, 0.0).astype("<f4").view("<u4")
-
-
-def _tail(rows: Rows, vocab_size: int) -> UInt32:
-    tail = rows.tail_token_ids_PN
-    assert tail is not None
-    none = rows.absent_P | (rows.log_tail_mass_P == -np.inf)
-    if (tail[none] != PAD_ID).any():
-        raise InvalidRows("a row without a tail has tail samples (SPEC 5.7)")
-    _ids(tail[~none], vocab_size, "tail samples")
-    codes = np.sort(np.where(none[:, None], PAD_CODE, tail), axis=1).astype(np.uint32)
-    codes[:, 1:] -= codes[:, :-1].copy()
-    return codes
-
-
-def _decode_columns(frame: bytes, header: ShardHeader, num_positions: int) -> dict[str, UInt32]:
-    if len(frame) < FRAME_HEADER_SIZE + 4 * header.num_streams:
-        raise CorruptFrame(f"a frame of {len(frame)} bytes is too short for its stream lengths (SPEC 5.1)")
-    positions, num_streams, reserved = struct.unpack_from(FRAME_FORMAT, frame)
-    if positions != num_positions or num_streams != header.num_streams or reserved:
-        raise CorruptFrame("the frame's counts are not those of the index and header (SPEC 5.1)")
-    lengths = np.frombuffer(frame, "<u4", num_streams, FRAME_HEADER_SIZE).astype(np.int64)
-    ends = FRAME_HEADER_SIZE + 4 * num_streams + np.cumsum(lengths)
-    if ends[-1] != len(frame):
-        raise CorruptFrame("the streams do not fill the frame (SPEC 5.1)")
-    view, stream, data = memoryview(frame), 0, {}
-    for name in header.columns:
-        planes = range(stream, stream + COLUMNS[name][0])
-        parts = [view[ends[i] - lengths[i] : ends[i]] for i in planes]
-        data[name] = decode_planes(parts, header.entries(name, num_positions))
-        stream = planes.stop
-    return data
-
-
-def _decode_rows(data: dict[str, UInt32], header: ShardHeader) -> Rows:
-    vocab_size = header.fingerprint.vocab_size
-    ids_PK = data["token_ids"].reshape(-1, header.k)
-    codes_PK = np.cumsum(data["logprobs"].reshape(-1, header.k), axis=1, dtype=np.uint16)
-    pad_PK = ids_PK == PAD_CODE
-    if ((ids_PK >= vocab_size) & ~pad_PK).any():
-        raise CorruptFrame("a support id is outside the vocabulary (SPEC 5.4)")
+def _support(rows: Rows, vocab_size: int) -> Unsigned:
+    pad_PK = rows.token_ids_PK == PAD_ID
     if (pad_PK[:, :-1] & ~pad_PK[:, 1:]).any():
-        raise CorruptFrame("padding stands before an entry of its row (SPEC 5.4)")
-    if ((codes_PK == PAD_VALUE) != pad_PK).any() or (codes_PK > PAD_VALUE).any():
-        raise CorruptFrame("values and ids are padded in different places, or a value is no number (SPEC 5.5)")
+        raise InvalidRows("padding stands before an entry of its row (SPEC 4.4)")
+    _ids(rows.token_ids_PK[~pad_PK], vocab_size, "support ids")
+    ordered_PK = np.sort(rows.token_ids_PK, axis=1)
+    if ((ordered_PK[:, 1:] == ordered_PK[:, :-1]) & (ordered_PK[:, 1:] != PAD_ID)).any():
+        raise InvalidRows("a row names a token twice (SPEC 4.4)")
+    return np.where(pad_PK, PAD_CODE, rows.token_ids_PK).astype(np.uint32)
+
+
+def _values(rows: Rows, profile: Profile) -> Unsigned:
+    pad_PK, values_PK = rows.token_ids_PK == PAD_ID, rows.logprobs_PK
+    kept = values_PK[~pad_PK]
+    if not np.isfinite(kept).all() or (kept > LOGPROB_SLACK).any():
+        raise InvalidRows("a logprob is not finite or above 0 (SPEC 4.5)")
+    codes_PK = profile.encode(np.where(pad_PK, -np.inf, np.minimum(values_PK, 0.0)))
+    if (codes_PK[~pad_PK] >= profile.infinity).any():
+        raise InvalidRows(f"a logprob of {kept.min()} is below what profile {profile.name} can hold (SPEC 4.5)")
     if (codes_PK[:, 1:] < codes_PK[:, :-1]).any():
-        raise CorruptFrame("a row is not in probability order (SPEC 5.5)")
-    absent_P = pad_PK[:, 0]
-    floats = {name: _decode_floats(data[name], name, absent_P) for name in header.columns if name in _FLOATS}
-    tail_PN = None
-    if header.tail_samples:
-        tail_PN = _decode_tail(data["tail_token_ids"], header, absent_P | (floats["log_tail_mass"] == -np.inf))
-    return Rows(
-        token_ids_PK=np.where(pad_PK, PAD_ID, ids_PK.astype(np.int32)),
-        logprobs_PK=from_bf16_codes(codes_PK),
-        log_tail_mass_P=floats["log_tail_mass"],
-        logsumexp_P=floats.get("logsumexp"),
-        entropy_P=floats.get("entropy"),
-        tail_token_ids_PN=tail_PN,
-    )
+        raise InvalidRows("a row is not in probability order (SPEC 4.5)")
+    deltas_PK = codes_PK.copy()
+    deltas_PK[:, 1:] -= codes_PK[:, :-1]
+    return deltas_PK
 
 
-_FLOATS = {"log_tail_mass", "logsumexp", "entropy"}
+def _floats(column: Float32 | None, present_P: Bool, name: str) -> Unsigned:
+    if column is None:
+        raise InvalidRows(f"the shard has a column {name} and the rows have none")
+    present = column[present_P]
+    if not (allowed := _allowed(present, name)).all():
+        raise InvalidRows(f"{name} holds {present[~allowed][0]} (SPEC 4.6)")
+    # absent rows are never filled with numbers
+    return np.where(present_P, column, 0.0).astype("<f4").view("<u4")
 
 
-def _decode_floats(bits: UInt32, name: str, absent_P: Bool) -> Float32:
-    if bits[absent_P].any():
-        raise CorruptFrame(f"{name} of an absent row is not zero (SPEC 5.6)")
-    values: Float32 = bits.view("<f4").astype(np.float32)
-    present = values[~absent_P]
-    allowed = np.isfinite(present)
+def _rounded(bits: Unsigned) -> Unsigned:
+    """Round float32 patterns to 16 significant bits: noise would fill a plane, and nothing is computed from it."""
+    return (bits + np.uint32(0x7F) + ((bits >> np.uint32(8)) & np.uint32(1))) & np.uint32(0xFFFFFF00)
+
+
+def _allowed(values: Float32, name: str) -> npt.NDArray[np.bool_]:
+    """Where a column holds what it may; log tail mass is at most 0, and -inf where there is no tail."""
+    allowed: npt.NDArray[np.bool_] = np.isfinite(values)
     if name == "log_tail_mass":
-        allowed = (allowed & (present <= LOGPROB_SLACK)) | (present == -np.inf)
-    if not allowed.all():
-        raise CorruptFrame(f"{name} holds {present[~allowed][0]} (SPEC 5.6)")
-    values[absent_P] = np.nan
-    return values
+        allowed = (allowed & (values <= LOGPROB_SLACK)) | (values == -np.inf)
+    return allowed
 
 
-def _decode_tail(deltas: UInt32, header: ShardHeader, none_P: Bool) -> Int32:
-    codes_PN = np.cumsum(deltas.reshape(-1, header.tail_samples), axis=1, dtype=np.int64)
-    if (codes_PN[none_P] != PAD_CODE).any():
-        raise CorruptFrame("a row without a tail has tail samples (SPEC 5.7)")
-    if (codes_PN[~none_P] >= header.fingerprint.vocab_size).any():
-        raise CorruptFrame("a tail sample is outside the vocabulary (SPEC 5.7)")
-    codes_PN[none_P] = PAD_ID
-    return codes_PN.astype(np.int32)
+def _tail(rows: Rows, vocab_size: int) -> Unsigned:
+    tail_PN = rows.tail_token_ids_PN
+    assert tail_PN is not None
+    none_P = rows.absent_P | (rows.log_tail_mass_P == -np.inf)
+    if (tail_PN[none_P] != PAD_ID).any():
+        raise InvalidRows("a row without a tail has tail samples (SPEC 4.7)")
+    _ids(tail_PN[~none_P], vocab_size, "tail samples")
+    return np.where(none_P[:, None], PAD_CODE, tail_PN).astype(np.uint32)

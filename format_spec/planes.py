@@ -1,4 +1,4 @@
-"""Byte planes: a column of integers, split by byte, each plane one zstd stream (SPEC 5.2, 5.3)."""
+"""Byte planes: a column of integers, split by byte, each plane one zstd stream (SPEC 4.2, 4.3)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import zstandard
 from .constants import MAX_PLANE_BYTES, MAX_WINDOW_BYTES, ZSTD_LEVEL
 from .errors import CorruptFrame, LimitExceeded
 
-UInt32 = npt.NDArray[np.uint32]
+Unsigned = npt.NDArray[np.unsignedinteger]
+Stream = bytes | memoryview
 
 
 class PlaneEncoder:
@@ -20,41 +21,54 @@ class PlaneEncoder:
     def __init__(self) -> None:
         self._zstd = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_content_size=True, write_checksum=False)
 
-    def encode(self, column: npt.NDArray[np.unsignedinteger], planes: int) -> list[bytes]:
+    def encode(self, column: Unsigned, planes: int) -> list[bytes]:
         """Return the streams of a column, lowest byte first; a plane of zeros is an empty stream."""
-        octets = np.ascontiguousarray(column, dtype="<u4").view(np.uint8).reshape(-1, 4)
+        column = np.ascontiguousarray(column).reshape(-1)
+        octets = column.astype(column.dtype.newbyteorder("<"), copy=False).view(np.uint8).reshape(len(column), -1)
         return [self._compress(octets[:, i]) for i in range(planes)]
 
     def _compress(self, plane: npt.NDArray[np.uint8]) -> bytes:
         return self._zstd.compress(plane.tobytes()) if plane.any() else b""
 
 
-def decode_planes(streams: Sequence[bytes | memoryview], count: int) -> UInt32:
-    """Return the `count` integers whose byte planes are in `streams`, lowest byte first.
+class PlaneDecoder:
+    """Reads planes back; not shared between threads."""
 
-    Raises:
-        LimitExceeded: a plane would be larger than the limit (SPEC 8).
-        CorruptFrame: a stream is not exactly one zstd frame of exactly `count` bytes (SPEC 5.2).
-    """
-    if count > MAX_PLANE_BYTES:
-        raise LimitExceeded(f"a plane of {count} bytes is above the limit of {MAX_PLANE_BYTES} (SPEC 8)")
-    octets = np.zeros((count, 4), dtype=np.uint8)
-    for i, stream in enumerate(streams):
-        if len(stream):
-            octets[:, i] = np.frombuffer(_decompress(stream, count), dtype=np.uint8)
-    return octets.reshape(-1).view("<u4")
+    def __init__(self) -> None:
+        self._zstd = zstandard.ZstdDecompressor()
 
+    def decode(self, streams: Sequence[Stream], count: int, dtype: type[np.unsignedinteger]) -> Unsigned:
+        """Return the `count` integers whose byte planes are in `streams`, lowest byte first.
 
-def _decompress(stream: bytes | memoryview, size: int) -> bytes:
-    try:
-        # the declared size is what zstandard allocates, whatever max_output_size says
-        declared = zstandard.frame_content_size(stream)
-        if declared != size:
-            raise CorruptFrame(f"a stream declares {declared} bytes where {size} are due (SPEC 5.2)")
-        decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
-        plane = decompressor.decompress(stream, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise CorruptFrame(f"a stream is not one zstd frame: {error} (SPEC 5.2)") from error
-    if len(plane) != size:
-        raise CorruptFrame(f"a stream holds {len(plane)} bytes where {size} are due (SPEC 5.2)")
-    return plane
+        Raises:
+            LimitExceeded: a plane would be larger than the limit (SPEC 9).
+            CorruptFrame: a stream is not exactly one zstd frame of exactly `count` bytes (SPEC 4.2).
+        """
+        if count > MAX_PLANE_BYTES:
+            raise LimitExceeded(f"a plane of {count} bytes is above the limit of {MAX_PLANE_BYTES} (SPEC 9)")
+        planes = [self._plane(stream, count) if len(stream) else None for stream in streams]
+        present = [plane for plane in planes if plane is not None]
+        if len(present) == 1 and planes[0] is not None:
+            return present[0].astype(dtype)
+        width = np.dtype(dtype).itemsize
+        octets = np.empty((count, width), np.uint8) if len(present) == width else np.zeros((count, width), np.uint8)
+        for i, plane in enumerate(planes):
+            if plane is not None:
+                octets[:, i] = plane
+        return octets.reshape(-1).view(np.dtype(dtype).newbyteorder("<"))
+
+    def _plane(self, stream: Stream, size: int) -> npt.NDArray[np.uint8]:
+        try:
+            # the declared size is what zstandard allocates, whatever max_output_size says
+            declared = zstandard.get_frame_parameters(stream)
+            if declared.content_size != size:
+                raise CorruptFrame(f"a stream declares {declared.content_size} bytes where {size} are due (SPEC 4.2)")
+            # one call that has room for all of the content skips libzstd's own look at the window
+            if declared.window_size > MAX_WINDOW_BYTES:
+                raise CorruptFrame(f"a stream needs a window of {declared.window_size} bytes (SPEC 9)")
+            plane = self._zstd.decompress(stream, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise CorruptFrame(f"a stream is not one zstd frame: {error} (SPEC 4.2)") from error
+        if len(plane) != size:
+            raise CorruptFrame(f"a stream holds {len(plane)} bytes where {size} are due (SPEC 4.2)")
+        return np.frombuffer(plane, np.uint8)

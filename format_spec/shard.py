@@ -1,4 +1,4 @@
-"""A shard: header, frames, index, trailer (SPEC 2). The writer streams; the reader verifies."""
+"""A shard: head, frames, footer, trailer (SPEC 2). The writer buffers one shard; the reader verifies."""
 
 from __future__ import annotations
 
@@ -10,88 +10,90 @@ from types import TracebackType
 from typing import BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
-from .constants import MAX_SEQUENCE_POSITIONS, MAX_SEQUENCES, PAD_CODE, TRAILER_FORMAT, TRAILER_MAGIC
-from .errors import CorruptFrame, CorruptIndex, InvalidRows, LimitExceeded, NotAShard, TruncatedShard
-from .frame import decode_frame, encode_frame
-from .header import HEADER_SIZE, ShardHeader, check_version, read_fixed_header, read_json_header
+from .constants import (
+    FEATURE_REMAP,
+    HEADER_FORMAT,
+    HEADER_MAGIC,
+    MAX_SEQUENCES,
+    PAD_CODE,
+)
+from .errors import CorruptFrame, InvalidRows, LimitExceeded, TruncatedShard
+from .footer import HEADER_SIZE, INDEX_DTYPE, TRAILER_SIZE, Footer, Trailer, check_head
+from .frame import ID_COLUMNS, Columns, FrameDecoder, encode_frame, split_frame, to_columns
+from .metadata import ShardMetadata
 from .planes import PlaneEncoder
-from .rows import ScoredSequence
+from .remap import RemapTable, frequency_classes
+from .rows import Int32, ScoredSequence
 from .version import FORMAT_MAJOR, FORMAT_MINOR
 
-TRAILER_SIZE = struct.calcsize(TRAILER_FORMAT)
-INDEX_DTYPE = np.dtype([("offset", "<u8"), ("bytes", "<u4"), ("positions", "<u4"), ("key", "V8"), ("xxh3", "<u8")])
+TAIL_READ_BYTES = 1 << 16
 
 
 class ShardWriter:
-    """Writes a shard to an open binary file, one sequence after the other.
+    """Writes a shard to a binary file when `finish` is called.
 
-    The same sequences give the same bytes from the same library versions. Making the file durable is
-    the caller's part.
+    The ids of the whole shard are counted before the first is coded, so its columns are held in memory: about
+    6 bytes an entry. The same sequences give the same bytes from the same library versions. Making the file
+    durable is the caller's part. `remap=False` leaves the table out.
     """
 
-    def __init__(self, file: BinaryIO, header: ShardHeader) -> None:
-        self.header = header
+    def __init__(self, file: BinaryIO, metadata: ShardMetadata, *, remap: bool = True) -> None:
+        self.metadata = metadata
         self._file = file
-        self._encoder = PlaneEncoder()
-        self._index: list[tuple[int, int, int, bytes, int]] = []
-        prefix = header.to_bytes()
-        file.write(prefix)
-        self._offset = len(prefix)
+        self._remap = remap
+        self._sequences: list[tuple[Columns, int, bytes]] = []
 
     @property
     def num_sequences(self) -> int:
-        """Sequences written so far."""
-        return len(self._index)
+        """Sequences added so far."""
+        return len(self._sequences)
 
     @property
     def num_positions(self) -> int:
-        """Tokens written so far."""
-        return sum(entry[2] for entry in self._index)
+        """Tokens added so far."""
+        return sum(positions for _, positions, _ in self._sequences)
 
     def add(self, sequence: ScoredSequence) -> None:
         """Append a sequence.
 
         Raises:
-            InvalidRows: the format cannot hold these rows; nothing was written.
-            LimitExceeded: the sequence or the shard would be too large (SPEC 8); nothing was written.
+            InvalidRows: the format cannot hold these rows; nothing was added.
+            LimitExceeded: the sequence or the shard would be too large (SPEC 9); nothing was added.
         """
-        if len(self._index) == MAX_SEQUENCES:
-            raise LimitExceeded(f"a shard holds at most {MAX_SEQUENCES} sequences (SPEC 8)")
-        frame = encode_frame(sequence, self.header, self._encoder)
-        self._file.write(frame)
-        checksum = xxhash.xxh3_64_intdigest(frame)
-        self._index.append((self._offset, len(frame), len(sequence), sequence.key[:8], checksum))
-        self._offset += len(frame)
+        if len(self._sequences) == MAX_SEQUENCES:
+            raise LimitExceeded(f"a shard holds at most {MAX_SEQUENCES} sequences (SPEC 9)")
+        self._sequences.append((to_columns(sequence, self.metadata), len(sequence), sequence.key[:8]))
 
     def finish(self) -> int:
-        """Write index and trailer; return the size of the shard in bytes."""
-        if not self._index:
-            raise InvalidRows("a shard needs at least one sequence (SPEC 6.1)")
-        index = np.array(self._index, dtype=INDEX_DTYPE).tobytes()
-        size = self._offset + len(index) + TRAILER_SIZE
-        trailer = struct.pack(
-            TRAILER_FORMAT,
-            self._offset,
-            self.num_sequences,
-            self.num_positions,
-            xxhash.xxh3_64_intdigest(index),
-            size,
-            FORMAT_MAJOR,
-            FORMAT_MINOR,
-            TRAILER_MAGIC,
-        )
-        self._file.write(index + trailer)
-        return size
+        """Write the shard and return its size in bytes."""
+        if not self._sequences:
+            raise InvalidRows("a shard needs at least one sequence (SPEC 7.1)")
+        table = self._table() if self._remap else None
+        features = 0 if table is None else FEATURE_REMAP
+        self._file.write(struct.pack(HEADER_FORMAT, HEADER_MAGIC, FORMAT_MAJOR, FORMAT_MINOR, features, 0))
+        encoder, offset = PlaneEncoder(), HEADER_SIZE
+        index = np.zeros(len(self._sequences), INDEX_DTYPE)
+        for number, (columns, positions, key) in enumerate(self._sequences):
+            frame = encode_frame(columns, positions, self.metadata, table, encoder)
+            index[number] = (offset, len(frame), positions, key, xxhash.xxh3_64_intdigest(frame))
+            self._file.write(frame)
+            offset += len(frame)
+        tail = Footer(self.metadata, table, index).to_bytes(offset, features)
+        self._file.write(tail)
+        return offset + len(tail)
+
+    def _table(self) -> RemapTable:
+        columns = (columns[name] for columns, _, _ in self._sequences for name in ID_COLUMNS if name in columns)
+        return RemapTable(frequency_classes(columns, self.metadata.fingerprint.vocab_size))
 
 
 class Shard:
-    """An open shard, readable at any sequence; header and index are verified on opening.
+    """An open shard, readable at any sequence; head and footer are verified on opening.
 
-    Each frame is checked against its checksum before it is decompressed. Safe to share between
-    threads and over a fork: reads carry their own offset.
+    Each frame is checked against its checksum before it is decompressed. Reads carry their own offset, so a
+    shard survives a fork; threads need a shard each.
 
     Raises:
         ShardError: the subclass that names the broken clause of SPEC.md.
@@ -131,38 +133,51 @@ class Shard:
         """Return sequence `number`, 0-based.
 
         Raises:
-            CorruptFrame: its bytes are damaged or break a rule (SPEC 5).
+            CorruptFrame: its bytes are damaged or break a rule (SPEC 4).
         """
-        if not 0 <= number < len(self.index):
-            raise IndexError(f"sequence {number} of a shard of {len(self.index)}")
-        entry = self.index[number]
-        frame = self._read(int(entry["offset"]), int(entry["bytes"]))
-        if xxhash.xxh3_64_intdigest(frame) != int(entry["xxh3"]):
-            raise CorruptFrame(f"sequence {number} does not match its checksum (SPEC 6.3)")
-        sequence = decode_frame(frame, self.header, int(entry["positions"]))
-        if sequence.key[:8] != bytes(entry["key"]):
-            raise CorruptFrame(f"sequence {number} holds other tokens than the index says (SPEC 6.2)")
+        sequence = self._decoder.sequence(self._frame(number), int(self.index["positions"][number]))
+        if sequence.key[:8] != self.index["key"][number].tobytes():
+            raise CorruptFrame(f"sequence {number} holds other tokens than the index says (SPEC 7.2)")
         return sequence
+
+    def read_input_ids(self, number: int) -> Int32:
+        """Return the tokens of sequence `number` alone, without decompressing the rest."""
+        positions = int(self.index["positions"][number])
+        parts = split_frame(self._frame(number), self.metadata, positions)
+        return self._decoder.input_ids(parts, positions)
+
+    def column_bytes(self) -> dict[str, int]:
+        """Return the compressed size of each column, over all sequences."""
+        totals = {column.name: 0 for column in self.metadata.columns}
+        for number in range(self.num_sequences):
+            parts = split_frame(self._frame(number), self.metadata, int(self.index["positions"][number]))
+            for name, streams in parts.items():
+                totals[name] += sum(len(stream) for stream in streams)
+        return totals
+
+    def find(self, key: bytes) -> list[int]:
+        """Return the numbers of the sequences with this content key; a data set may repeat a text."""
+        return np.flatnonzero(self.index["key"] == np.void(key[:8])).tolist()
 
     def __iter__(self) -> Iterator[ScoredSequence]:
         return (self.read(number) for number in range(len(self.index)))
 
     def verify(self) -> None:
-        """Read everything, and check the rules that a reader leaves out for speed (SPEC 5.4, 5.7).
+        """Read everything, and check the rules that a reader leaves out for speed (SPEC 4.4, 4.7).
 
         Raises:
             CorruptFrame: the first sequence that breaks a rule.
         """
         for number, sequence in enumerate(self):
             rows = sequence.rows
-            filled = np.where(rows.token_ids_PK < 0, PAD_CODE + np.arange(rows.k), rows.token_ids_PK)
-            if (np.diff(np.sort(filled, axis=1), axis=1) == 0).any():
-                raise CorruptFrame(f"a row of sequence {number} names a token twice (SPEC 5.4)")
-            tail = rows.tail_token_ids_PN
-            if tail is not None:
-                drawn = np.where(tail < 0, -2, tail)
-                if any((drawn[:, j, None] == rows.token_ids_PK).any() for j in range(rows.tail_samples)):
-                    raise CorruptFrame(f"a tail sample of sequence {number} is in its row's support (SPEC 5.7)")
+            filled_PK = np.where(rows.token_ids_PK < 0, PAD_CODE + np.arange(rows.k), rows.token_ids_PK)
+            if (np.diff(np.sort(filled_PK, axis=1), axis=1) == 0).any():
+                raise CorruptFrame(f"a row of sequence {number} names a token twice (SPEC 4.4)")
+            tail_PN = rows.tail_token_ids_PN
+            if tail_PN is not None:
+                drawn_PN = np.where(tail_PN < 0, -2, tail_PN)
+                if any((drawn_PN[:, j, None] == rows.token_ids_PK).any() for j in range(rows.tail_samples)):
+                    raise CorruptFrame(f"a tail sample of sequence {number} is in its row's support (SPEC 4.7)")
 
     def close(self) -> None:
         """Close the file."""
@@ -182,41 +197,28 @@ class Shard:
         if getattr(self, "_fd", None) is not None:
             self.close()
 
+    def _frame(self, number: int) -> bytes:
+        if not 0 <= number < len(self.index):
+            raise IndexError(f"sequence {number} of a shard of {len(self.index)}")
+        entry = self.index[number]
+        frame = self._read(int(entry["offset"]), int(entry["bytes"]))
+        if xxhash.xxh3_64_intdigest(frame) != int(entry["xxh3"]):
+            raise CorruptFrame(f"sequence {number} does not match its checksum (SPEC 7.3)")
+        return frame
+
     def _read(self, offset: int, length: int) -> bytes:
         data = self._data[offset : offset + length] if self._fd is None else os.pread(self._fd, length, offset)
         if len(data) != length:
-            raise TruncatedShard(f"{length} bytes at {offset} are not all there: got {len(data)} (SPEC 7.2)")
+            raise TruncatedShard(f"{length} bytes at {offset} are not all there: got {len(data)} (SPEC 8.2)")
         return data
 
     def _load(self) -> None:
-        length, checksum = read_fixed_header(self._read(0, min(HEADER_SIZE, self.size)))
-        begin = HEADER_SIZE + length
-        if self.size < begin + TRAILER_SIZE:
-            raise TruncatedShard(f"a file of {self.size} bytes ends before its trailer (SPEC 7.2)")
-        self.header = read_json_header(self._read(HEADER_SIZE, length), checksum)
-        self.index = self._load_index(begin)
-
-    def _load_index(self, begin: int) -> npt.NDArray[np.void]:
-        trailer = self._read(self.size - TRAILER_SIZE, TRAILER_SIZE)
-        offset, sequences, positions, checksum, size, major, minor, magic = struct.unpack(TRAILER_FORMAT, trailer)
-        if magic != TRAILER_MAGIC:
-            raise NotAShard(f"does not end with {TRAILER_MAGIC!r}: cut off or not a shard (SPEC 7.1)")
-        check_version(major, minor)
-        if size != self.size:
-            raise TruncatedShard(f"the trailer says {size} bytes, the file has {self.size} (SPEC 7.2)")
-        if not 1 <= sequences <= MAX_SEQUENCES:
-            raise LimitExceeded(f"{sequences} sequences; allowed are 1 to {MAX_SEQUENCES} (SPEC 8)")
-        if offset + sequences * INDEX_DTYPE.itemsize + TRAILER_SIZE != size:
-            raise CorruptIndex("the index does not fill the space before the trailer (SPEC 6.1)")
-        raw = self._read(offset, sequences * INDEX_DTYPE.itemsize)
-        if xxhash.xxh3_64_intdigest(raw) != checksum:
-            raise CorruptIndex("the index does not match its checksum (SPEC 6.1)")
-        index = np.frombuffer(raw, dtype=INDEX_DTYPE)
-        ends = index["offset"] + index["bytes"]
-        if int(index["offset"][0]) != begin or int(ends[-1]) != offset or (index["offset"][1:] != ends[:-1]).any():
-            raise CorruptIndex("the frames do not tile the space between header and index (SPEC 6.2)")
-        if int(index["positions"].min()) < 2 or int(index["positions"].max()) > MAX_SEQUENCE_POSITIONS:
-            raise LimitExceeded(f"a sequence must have 2 to {MAX_SEQUENCE_POSITIONS} tokens (SPEC 8)")
-        if int(index["positions"].sum()) != positions:
-            raise CorruptIndex("the positions of the index do not add up to the trailer's (SPEC 6.2)")
-        return index
+        head = check_head(self._read(0, min(HEADER_SIZE, self.size)))
+        tail_bytes = min(TAIL_READ_BYTES, self.size)
+        tail = self._read(self.size - tail_bytes, tail_bytes)
+        trailer = Trailer.from_bytes(tail[-TRAILER_SIZE:], self.size, head)
+        if trailer.footer_bytes > len(tail) - TRAILER_SIZE:
+            tail = self._read(trailer.offset, trailer.footer_bytes + TRAILER_SIZE)
+        footer = Footer.from_bytes(tail[-TRAILER_SIZE - trailer.footer_bytes : -TRAILER_SIZE], trailer)
+        self.metadata, self.index, self.table = footer.metadata, footer.index, footer.table
+        self._decoder = FrameDecoder(footer.metadata, footer.table)

@@ -40,18 +40,31 @@ def tokenizer_digest(folder: Path) -> str:
     Raises:
         TokenizerError: there is none, or its files are damaged.
     """
+    pieces = tokenizer_pieces(folder)
+    if pieces is not None:
+        try:
+            return digest_bytes(canonical_json(sorted([number, piece] for number, piece in pieces.items())))
+        except (TypeError, FormatError) as error:
+            raise TokenizerError(f"the tokenizer in {folder} cannot be read: {error}") from error
+    for name in ("tokenizer.model", "spiece.model", "vocab.txt"):
+        if (folder / name).is_file():
+            return digest_file(folder / name)
+    raise TokenizerError(f"{folder} has no tokenizer: none of tokenizer.json, vocab.json, tokenizer.model")
+
+
+def tokenizer_pieces(folder: Path) -> dict[int, str] | None:
+    """Return the piece of text of each token id; None where neither tokenizer.json nor vocab.json is there.
+
+    Raises:
+        TokenizerError: the files are damaged.
+    """
     try:
         for name, pairs in (("tokenizer.json", _of_tokenizer), ("vocab.json", _of_vocab)):
             if (folder / name).is_file():
-                pieces = dict(pairs(json.loads((folder / name).read_bytes())))
-                pieces.update(_added(folder))
-                return digest_bytes(canonical_json(sorted([number, piece] for number, piece in pieces.items())))
-        for name in ("tokenizer.model", "spiece.model", "vocab.txt"):
-            if (folder / name).is_file():
-                return digest_file(folder / name)
-    except (ValueError, LookupError, TypeError, AttributeError, FormatError) as error:
+                return dict(pairs(json.loads((folder / name).read_bytes()))) | _added(folder)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise TokenizerError(f"the tokenizer in {folder} cannot be read: {error}") from error
-    raise TokenizerError(f"{folder} has no tokenizer: none of tokenizer.json, vocab.json, tokenizer.model")
+    return None
 
 
 def _of_tokenizer(value: Any) -> Iterable[tuple[int, str]]:

@@ -19,7 +19,7 @@ from ..format_spec import (
     QualityTally,
     ScoredSequence,
     ShardDescriptor,
-    ShardHeader,
+    ShardMetadata,
     ShardWriter,
     TeachercacheError,
 )
@@ -150,7 +150,7 @@ class Worker:
             _check_promise(spec, teacher, fingerprint)
             self._meta.adopt_fingerprint(lease, fingerprint)
             progress, tally = self._progress(lease), QualityTally()
-            header = ShardHeader(fingerprint, spec.k, spec.tail_samples, spec.profile)
+            header = ShardMetadata(fingerprint, spec.k, spec.tail_samples, spec.profile)
             writer = ShardWriter(cast(BinaryIO, staging), header)
             for sequence in score_in_order(engine, read_range(tokens, part), spec, progress):
                 writer.add(sequence)

@@ -6,7 +6,7 @@ import io
 
 import numpy as np
 
-from teachercache.format_spec import PAD_ID, Fingerprint, Rows, ScoredSequence, ShardHeader, ShardWriter, digest_bytes
+from teachercache.format_spec import PAD_ID, Fingerprint, Rows, ScoredSequence, ShardMetadata, ShardWriter, digest_bytes
 
 
 def fingerprint(vocab_size: int = 1000) -> Fingerprint:
@@ -67,11 +67,12 @@ def sequence(
     )
 
 
-def shard_bytes(*sequences: ScoredSequence, vocab_size: int = 1000) -> bytes:
+def shard_bytes(*sequences: ScoredSequence, vocab_size: int = 1000, profile: str = "bf16", remap: bool = True) -> bytes:
     """The shard of these sequences."""
     file = io.BytesIO()
     rows = sequences[0].rows
-    writer = ShardWriter(file, ShardHeader(fingerprint(vocab_size), rows.k, rows.tail_samples))
+    metadata = ShardMetadata(fingerprint(vocab_size), rows.k, rows.tail_samples, profile)
+    writer = ShardWriter(file, metadata, remap=remap)
     for item in sequences:
         writer.add(item)
     writer.finish()

@@ -81,7 +81,7 @@ def test_every_shard_verifies(server: TinyServer, data: str) -> None:
         shard = Shard(server.http.get(f"/v1/blobs/{descriptor.digest}").content)
         shard.verify()
         assert (shard.num_sequences, shard.num_positions) == (descriptor.sequences, descriptor.positions)
-        assert (shard.header.k, shard.header.tail_samples, shard.header.profile) == (8, 4, "bf16")
+        assert (shard.metadata.k, shard.metadata.tail_samples, shard.metadata.profile) == (8, 4, "bf16")
 
 
 def test_the_same_request_twice_is_one_run(server: TinyServer, data: str) -> None:

@@ -167,7 +167,7 @@ def test_software_that_changes_between_two_shards_makes_the_first_one_again(benc
     assert row.tokens_scored == 48 + 16
     for descriptor in manifest.shards:
         shard = Shard(bench.store.checked_path(descriptor.digest).read_bytes())
-        assert shard.header.fingerprint == manifest.fingerprint
+        assert shard.metadata.fingerprint == manifest.fingerprint
 
 
 def test_progress_is_recorded_while_a_range_is_scored(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from teachercache.format_spec import (
     Rows,
     ScoredSequence,
     ShardDescriptor,
-    ShardHeader,
+    ShardMetadata,
     ShardWriter,
     content_key,
     digest_bytes,
@@ -92,7 +92,7 @@ def write_cache(
     for first, last in pairwise(bounds):
         path = folder / "shards" / "new"
         with path.open("wb") as file:
-            writer = ShardWriter(file, ShardHeader(maker, rows.k, rows.tail_samples))
+            writer = ShardWriter(file, ShardMetadata(maker, rows.k, rows.tail_samples))
             for item in sequences[first:last]:
                 writer.add(item)
                 tally.add(item.rows)

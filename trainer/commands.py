@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..client.progress import progress
+from ..format_spec.progress import progress
 from .config import DTYPES, TAILS, TrainConfig
 
 if TYPE_CHECKING:

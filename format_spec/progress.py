@@ -20,6 +20,13 @@ def progress(label: str) -> Iterator[Report]:
 
 
 @contextlib.contextmanager
+def counting(label: str, unit: str = "sequences") -> Iterator[Callable[[int, int], None]]:
+    """Give a function that is told (done, total) of things named `unit`."""
+    with progress(label) as report:
+        yield lambda done, total: report(done, total, f"{unit} {done} of {total}")
+
+
+@contextlib.contextmanager
 def _bar(label: str) -> Iterator[Report]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
