@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..client import Client, RequestView
-from ..format_spec import Example, Manifest, write_dataset
+from ..format_spec import FORMAT_VERSION, Example, Manifest, write_dataset
 from ..format_spec.progress import progress
 from .evaluate import Score, evaluate
 from .model import default_cache_dir, ensure_model
@@ -42,8 +42,8 @@ class DemoConfig:
 
 
 def default_folder() -> Path:
-    """Return where the demo keeps its cache and its students."""
-    return default_cache_dir() / "demo"
+    """Return where the demo keeps its cache and its students; a cache of another format is of no use to it."""
+    return default_cache_dir() / f"demo-{FORMAT_VERSION}"
 
 
 def run_demo(config: DemoConfig, say: Say) -> Report:
