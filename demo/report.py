@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class Report:
     """The demo's figures; KL in nats a token, memory in MB, time in seconds.
 
-    `teacher_tokens_scored` counts what the teacher ran in this very demo: 0 when the cache was there.
+    `teacher_tokens_scored` counts what the teacher ran in this very demo: 0 when the cache was there. `capture_tok_s`
+    is that of the run that made the cache, from the request to the last shard, the teacher's loading included.
     """
 
     heldout_kl_before: float
@@ -31,7 +32,7 @@ class Report:
     k: int
     tail_samples: int
     mean_support_mass: float
-    capture_tok_s: float | None
+    capture_tok_s: float
     train_tok_s: float
     teacher_tokens_scored: int
     loss_peak_mb: float
@@ -58,12 +59,11 @@ class Report:
     def lines(self) -> list[str]:
         """Return the other figures in words."""
         if self.teacher_tokens_scored:
-            teacher = f"the teacher scored {self.teacher_tokens_scored:,} tokens"
+            teacher = f"the teacher scored {self.teacher_tokens_scored:,} tokens at {self.capture_tok_s:,.0f} tokens/s"
         else:
             teacher = "the cache was there already: the teacher scored nothing"
-        speed = "" if self.capture_tok_s is None else f" at {self.capture_tok_s:,.0f} tokens/s"
         return [
-            f"capture   {teacher}{speed}",
+            f"capture   {teacher}",
             f"cache     {self.cache_tokens:,} tokens in {self.shards} shards, {self.bytes_per_token:.1f} bytes a token "
             f"(top {self.k} with {self.mean_support_mass:.0%} of the mass, and {self.tail_samples} tail samples)",
             f"training  {self.train_tok_s:,.0f} tokens/s, the teacher's process gone",

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -187,13 +188,19 @@ def _report(
         k=manifest.request.k,
         tail_samples=manifest.request.tail_samples,
         mean_support_mass=float(manifest.quality.mean_support_mass),
-        capture_tok_s=view.tokens_per_s,
+        capture_tok_s=manifest.num_positions / _seconds(view),
         train_tok_s=train_tok_s,
         teacher_tokens_scored=scored,
         loss_peak_mb=peaks[0],
         dense_loss_peak_mb=peaks[1],
         seconds=seconds,
     )
+
+
+def _seconds(view: RequestView) -> float:
+    """From the request to its last shard, the teacher's loading included."""
+    created, updated = (datetime.fromisoformat(moment) for moment in (view.created_at, view.updated_at))
+    return max((updated - created).total_seconds(), 1e-3)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -69,11 +70,17 @@ def tiny_sequences(count: int = 24, *, k: int = 8, tail_samples: int = 4, seed: 
 
 
 def write_cache(
-    folder: Path, sequences: list[ScoredSequence], *, shards: int = 3, tokenizer: str | None = None
+    folder: Path,
+    sequences: list[ScoredSequence],
+    *,
+    shards: int = 3,
+    tokenizer: str | None = None,
+    maker: Fingerprint | None = None,
 ) -> Path:
     """Write a complete cache of these sequences to `folder`."""
     rows = sequences[0].rows
-    maker = Fingerprint(**(fingerprint(VOCAB).to_json() | ({"tokenizer": tokenizer} if tokenizer else {})))
+    if maker is None:
+        maker = replace(fingerprint(VOCAB), **({"tokenizer": tokenizer} if tokenizer else {}))
     request = CacheRequest(
         teacher=maker.teacher,
         data=digest_bytes(b"data"),

@@ -18,7 +18,8 @@ from .reference import reference_loss
 from .rows import TeacherRows
 from .stats import KLStats, stats_from_sums
 
-DEFAULT_CHUNK_BYTES = 1 << 30
+GPU_CHUNK_BYTES = 1 << 30
+CPU_CHUNK_BYTES = 1 << 26
 
 Tail = Literal["auto", "sampled", "bucket", "truncated"]
 Reduction = Literal["mean", "sum"]
@@ -36,7 +37,7 @@ class LossOptions(TypedDict, total=False):
     ignore_index: int
     num_items: int | float | Tensor | None
     reduction: Reduction
-    chunk_bytes: int
+    chunk_bytes: int | None
     impl: Impl
 
 
@@ -75,7 +76,7 @@ def topk_kl(
     ignore_index: int = -100,
     num_items: int | float | Tensor | None = None,
     reduction: Reduction = "mean",
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     impl: Impl = "auto",
     return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, KLStats]:
@@ -99,7 +100,8 @@ def topk_kl(
         num_items: what `mean` divides by: the count over all ranks and accumulation steps. Default: the sum of the
             weights of this call's counted positions.
         reduction: `mean` or `sum`.
-        chunk_bytes: upper bound of the [chunk, V] buffers; one position's are held in any case.
+        chunk_bytes: upper bound of the [chunk, V] buffers; one position's are held in any case. Default: 1 GiB on a
+            GPU, whose GEMMs want to be large, 64 MiB elsewhere, where that gains nothing.
         impl: `torch` is the fused loss, `reference` the dense definition, `auto` the fastest there is.
         return_stats: give `KLStats` too, from the same pass.
 
@@ -107,6 +109,8 @@ def topk_kl(
         ValueError: an argument's shape, dtype, device or value is wrong; says which, and at what position.
     """
     _check_choices(tail=tail, reduction=reduction, impl=impl)
+    if chunk_bytes is None:
+        chunk_bytes = GPU_CHUNK_BYTES if hidden_PH.is_cuda else CPU_CHUNK_BYTES
     _check_mix(rows, labels, ce_weight, chunk_bytes)
     _check_tensors(hidden_PH, weight_VH, rows, labels=labels, bias=bias, position_weight=position_weight)
     positions, device = len(hidden_PH), hidden_PH.device
