@@ -31,7 +31,7 @@ class DemoConfig:
     """Sizes of the demo; the defaults take a few minutes on two cores."""
 
     folder: Path
-    train_tokens: int = 24_576
+    train_tokens: int = 20_480
     heldout_tokens: int = 4_096
     sequence_length: int = 256
     k: int = 16
