@@ -206,7 +206,8 @@ class FrameDecoder:
         codes_PN[none_P] = 0
         if int(codes_PN.max()) >= self._metadata.fingerprint.vocab_size:
             raise CorruptFrame("a tail sample is outside the vocabulary (SPEC 4.7)")
-        ids_PN = self._ids(codes_PN.astype(np.uint32))
+        # ascending by id, as an engine gives them, whatever the table
+        ids_PN = np.sort(self._ids(codes_PN.astype(np.uint32)), axis=1)
         if none_P.any():
             ids_PN = np.where(none_P[:, None], PAD_ID, ids_PN)
         return ids_PN

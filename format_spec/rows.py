@@ -30,7 +30,7 @@ class Rows:
     in PAD_ID where a row has fewer than K entries; `logprobs_PK` (nats) is -inf there. A row without any
     entry is absent: the teacher gave nothing usable, and its other columns mean nothing.
     `log_tail_mass_P` is the log of the probability outside the support, -inf for none. `tail_token_ids_PN`
-    holds ids drawn from the tail, each standing for 1/N of it, in no order; all PAD_ID where the tail is empty.
+    holds ids drawn from the tail, each standing for 1/N of it, ascending when read; all PAD_ID where the tail is empty.
     `entropy_P` is of the full distribution, in nats.
     """
 
