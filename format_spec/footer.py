@@ -171,6 +171,9 @@ def _read_table(data: bytes, vocab_size: int, features: int) -> RemapTable | Non
         if data:
             raise CorruptTable("a table stands in a shard whose features name none (SPEC 5.1)")
         return None
+    # an empty stream would stand for zeros, as in a frame
+    if not data:
+        raise CorruptTable("the features name a table and there is none (SPEC 5.1)")
     try:
         classes = PlaneDecoder().decode([data], vocab_size, np.uint8)
     except CorruptFrame as error:

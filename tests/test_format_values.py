@@ -365,3 +365,16 @@ def test_spec_names_every_error_class_and_limit() -> None:
             assert f"{value:,}" in text, name
     for magic in (constants.HEADER_MAGIC, constants.TRAILER_MAGIC):
         assert f"`{magic.decode()}`" in text
+
+
+def test_every_clause_that_the_code_names_stands_in_the_text() -> None:
+    import re
+
+    import teachercache.format_spec as package
+
+    folder = Path(package.__file__).parent
+    text = (folder / "SPEC.md").read_text()
+    code = "".join(path.read_text() for path in folder.glob("*.py"))
+    clauses = set(re.findall(r"SPEC (\d+\.\d+)", code))
+    assert len(clauses) > 15
+    assert {clause for clause in clauses if f"**{clause}**" not in text} == set()
