@@ -27,7 +27,8 @@ def as_parquet(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
     with contextlib.ExitStack() as stack:
-        if is_parquet:
+        # a file that calls itself Parquet is judged as that
+        if is_parquet or path.suffix == ".parquet":
             parquet = path
         else:
             parquet = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="teachercache-"))) / "data.parquet"

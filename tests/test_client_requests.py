@@ -24,6 +24,7 @@ from teachercache.client import (
     ServerError,
     WaitTimeout,
 )
+from teachercache.client.upload import as_parquet
 from teachercache.format_spec import (
     Code,
     DatasetError,
@@ -317,3 +318,11 @@ def test_manifest_for_another_cache_in_the_local_cache(client: Client) -> None:
     path = client.cache.root / "manifests" / f"request-{CACHE.id}.json"
     path.write_bytes(make_cache(seed=1).manifest.to_bytes())
     assert client.cache.manifest_of(CACHE.id) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b'{"text": "a"}\n'])
+def test_a_file_that_calls_itself_parquet_is_judged_as_that(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "data.parquet"
+    path.write_bytes(content)
+    with pytest.raises(DatasetError, match="not a Parquet file"), as_parquet(path):
+        pass
