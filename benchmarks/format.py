@@ -1,7 +1,13 @@
-"""How small and how fast shards are, on a real teacher's rows, beside Parquet, Arrow IPC and DistillKit's layout.
+"""How small and how fast shards are, on a real teacher's rows, beside Parquet, Arrow IPC and DistillKit.
 
 Bytes count everything in the file. Speeds are of one core, the best of several passes over data in memory. KL is that
 of the teacher's distribution over support and tail to the stored one, in nats a row, computed in float64.
+
+DistillKit's layout is decoded by our vectorised reader of it (`distillkit_reader_…`). Its own code is not on PyPI: with
+`--distillkit CHECKOUT` it is imported from there and runs in the same run, on the same rows, a sequence a call as our
+frames are: `distillkit_decode_tok_s` is its decompressor alone, given tensors; `distillkit_read_tok_s` begins with what
+is stored, as our figure does, and goes its trainer's way: a row of `datasets`, tensors of its lists. Measured was
+arcee-ai/DistillKit as of a61c2e7 (2026-03-14). Its fit is ill-conditioned in float32: its KL depends on the machine.
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +37,7 @@ WIDE_VOCAB = 201_088
 SEQUENCE_LENGTH = 512
 PROFILES = ("fp16", "bf16", "m5")
 PASSES = 5
+BYTE_LISTS = pa.list_(pa.list_(pa.uint8()))
 # what DistillKit's README recommends, at k = 100
 DISTILLKIT = DistillKitConfig(
     d=WIDE_VOCAB,
@@ -39,6 +46,7 @@ DISTILLKIT = DistillKitConfig(
     residual_bins=(),
     exact_dtype="bfloat16",
     polynomial_terms=(0, 1, 2, 3, 4, "sqrt"),
+    delta_encoding=False,
 )
 
 
@@ -55,9 +63,11 @@ def corpus(tokens: int, tokenizer: Any) -> list[list[int]]:
     ]
 
 
-def scored(engine: Any, sequences: list[np.ndarray], k: int, tail_samples: int) -> list[ScoredSequence]:
+def scored(
+    engine: Any, sequences: list[np.ndarray], k: int, tail_samples: int, min_prob: float = 0.0
+) -> list[ScoredSequence]:
     """The teacher's rows of all sequences."""
-    rows = dict(engine.score(sequences, k=k, tail_samples=tail_samples, seed=0))
+    rows = dict(engine.score(sequences, k=k, tail_samples=tail_samples, seed=0, min_prob=min_prob))
     return [ScoredSequence(sequence, rows[i]) for i, sequence in enumerate(sequences)]
 
 
@@ -92,22 +102,22 @@ def encoded(items: list[ScoredSequence], fingerprint: Fingerprint, profile: str)
     return file.getvalue()
 
 
-def kl(items: list[ScoredSequence], data: bytes) -> np.ndarray:
+def kl(items: list[ScoredSequence], stored: Iterable[np.ndarray]) -> np.ndarray:
     """KL of each row: support as given and as stored, both completed by the exact tail mass and normalised."""
     found = []
-    for truth, stored in zip(items, Shard(data), strict=True):
+    for truth, logprobs in zip(items, stored, strict=True):
         tail = np.exp(truth.rows.log_tail_mass_P.astype(np.float64))[:, None]
         p = np.concatenate([np.exp(truth.rows.logprobs_PK.astype(np.float64)), tail], axis=1)
-        q = np.concatenate([np.exp(stored.rows.logprobs_PK.astype(np.float64)), tail], axis=1)
+        q = np.concatenate([np.exp(logprobs.astype(np.float64)), tail], axis=1)
         p, q = p / p.sum(axis=1, keepdims=True), q / q.sum(axis=1, keepdims=True)
         found.append((p * (np.log(np.maximum(p, 1e-300)) - np.log(np.maximum(q, 1e-300)))).sum(axis=1))
     return np.concatenate(found)
 
 
-def best_seconds(run: Callable[[], object]) -> float:
+def best_seconds(run: Callable[[], object], passes: int = PASSES) -> float:
     """The fastest of several runs."""
     times = []
-    for _ in range(PASSES):
+    for _ in range(passes):
         begin = time.perf_counter()
         run()
         times.append(time.perf_counter() - begin)
@@ -156,8 +166,8 @@ def arrow_ipc(table: pa.Table) -> bytes:
     return sink.getvalue()
 
 
-def measure(tokens: int) -> dict[str, Any]:
-    """Return every figure."""
+def measure(tokens: int, checkout: Path | None) -> dict[str, Any]:
+    """Return every figure; `checkout` is DistillKit's."""
     from tokenizers import Tokenizer
 
     teacher = ensure_model(lambda line: print(line, file=sys.stderr))
@@ -184,21 +194,24 @@ def measure(tokens: int) -> dict[str, Any]:
                 begin = time.perf_counter()
                 encoded(rows, fingerprint, profile)
                 figures[f"encode_mb_s_{profile}"] = count * 611 / 1e6 / (time.perf_counter() - begin)
-        loss = kl(items, encoded(items, native, profile))
+        loss = kl(items, (stored.rows.logprobs_PK for stored in Shard(encoded(items, native, profile))))
         figures[f"kl_mean_{profile}"], figures[f"kl_max_{profile}"] = float(loss.mean()), float(loss.max())
     figures["column_bytes_bf16_201k"] = {
         name: size / count for name, size in Shard(encoded(*widths["201k"], "bf16")).column_bytes().items()
     }
     figures |= peers(widths["201k"][0], count)
-    for peer in ("parquet", "distillkit"):
+    if checkout is not None:
+        figures |= distillkit(widths["201k"][0], count, checkout)
+        figures["read_ratio_to_distillkit"] = figures["decode_tok_s_bf16"] / figures["distillkit_read_tok_s"]
+    for peer in ("parquet", "distillkit") if checkout is not None else ("parquet",):
         figures[f"decode_ratio_to_{peer}"] = figures["decode_tok_s_bf16"] / figures[f"{peer}_decode_tok_s"]
     for peer in ("parquet", "arrow_ipc", "distillkit"):
         figures[f"bytes_ratio_to_{peer}"] = figures["bytes_per_token_bf16_201k"] / figures[f"{peer}_bytes_per_token"]
-    for k in (16, 32):
-        print(f"scoring {count} tokens, k = {k} with 16 tail samples", file=sys.stderr)
-        items = scored(engine, sequences, k, 16)
-        figures[f"bytes_per_token_{k}_16_native"] = len(encoded(items, native, "bf16")) / count
-        figures[f"bytes_per_token_{k}_16_201k"] = len(encoded(stretched(items, ids), wide, "bf16")) / count
+    for k, min_prob, name in ((16, 0.0, "16_16"), (32, 0.0, "32_16"), (100, 1e-3, "100_16_min_prob_0.001")):
+        print(f"scoring {count} tokens, k = {k} with 16 tail samples, min_prob = {min_prob}", file=sys.stderr)
+        items = scored(engine, sequences, k, 16, min_prob)
+        figures[f"bytes_per_token_{name}_native"] = len(encoded(items, native, "bf16")) / count
+        figures[f"bytes_per_token_{name}_201k"] = len(encoded(stretched(items, ids), wide, "bf16")) / count
     return figures
 
 
@@ -208,17 +221,55 @@ def peers(items: list[ScoredSequence], count: int) -> dict[str, float]:
     files = {"parquet": parquet(table), "arrow_ipc": arrow_ipc(table)}
     seconds = best_seconds(lambda: read_parquet(files["parquet"], k))
     sizes = {f"{name}_bytes_per_token": len(data) / count for name, data in files.items()}
-    return sizes | {"parquet_decode_tok_s": count / seconds} | distillkit()
+    return sizes | {"parquet_decode_tok_s": count / seconds} | distillkit_layout()
 
 
-def distillkit() -> dict[str, float]:
+def distillkit_layout() -> dict[str, float]:
     """DistillKit's layout, of a fixed size a row, decoded by our vectorised reader of it, not by its own code."""
     rows = 4096
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 256, (rows, DISTILLKIT.id_bytes), np.uint8)
     values = np.zeros((rows, sum(DISTILLKIT.part_bytes)), np.uint8)
     seconds = best_seconds(lambda: (decode_ids(ids, DISTILLKIT), decode_logprobs(values, DISTILLKIT)))
-    return {"distillkit_bytes_per_token": ids.shape[1] + values.shape[1], "distillkit_decode_tok_s": rows / seconds}
+    size = ids.shape[1] + values.shape[1]
+    return {"distillkit_bytes_per_token": size, "distillkit_reader_decode_tok_s": rows / seconds}
+
+
+def distillkit(items: list[ScoredSequence], count: int, checkout: Path) -> dict[str, float]:
+    """DistillKit's own code on the same rows, on one thread."""
+    import datasets
+    import torch
+
+    sys.path.insert(0, str(checkout))
+    from distillkit.compression import DistributionQuantizationConfig, LogprobCompressor
+
+    compressor = LogprobCompressor(DistributionQuantizationConfig(**asdict(DISTILLKIT)))
+    ids = [torch.from_numpy(item.rows.token_ids_PK.astype(np.int64))[None] for item in items]
+    logprobs = [torch.from_numpy(item.rows.logprobs_PK)[None] for item in items]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    encoding = best_seconds(lambda: drain(map(compressor.compress_from_sparse, ids, logprobs)), passes=1)
+    packed = list(map(compressor.compress_from_sparse, ids, logprobs))
+    decoding = best_seconds(lambda: drain(map(compressor.decompress_to_sparse, packed)))
+    columns = {name: pa.array([rows[name][0].tolist() for rows in packed], BYTE_LISTS) for name in packed[0]}
+    dataset = datasets.Dataset(pa.table(columns))
+
+    def read() -> None:
+        for row in dataset:
+            compressor.decompress_to_sparse({name: torch.tensor([row[name]]) for name in row})
+
+    reading = best_seconds(read)
+    torch.set_num_threads(threads)
+    decoded = list(map(compressor.decompress_to_sparse, packed))
+    assert all(torch.equal(a.sort().values, b.sort().values) for a, (b, _) in zip(ids, decoded, strict=True))
+    loss = kl(items, (values[0].float().numpy() for _, values in decoded))
+    return {
+        "distillkit_encode_tok_s": count / encoding,
+        "distillkit_decode_tok_s": count / decoding,
+        "distillkit_read_tok_s": count / reading,
+        "distillkit_kl_mean": float(loss.mean()),
+        "distillkit_kl_max": float(loss.max()),
+    }
 
 
 def _mass(items: list[ScoredSequence]) -> float:
@@ -228,5 +279,6 @@ def _mass(items: list[ScoredSequence]) -> float:
 if __name__ == "__main__":
     parser = arguments("Size and speed of shards beside other containers, on a real teacher's rows.")
     parser.add_argument("--tokens", type=int, default=32_768, help="tokens to score (default: 32768)")
+    parser.add_argument("--distillkit", type=Path, metavar="CHECKOUT", help="run DistillKit's own code, from there")
     args = parser.parse_args()
-    finish("format", measure(args.tokens), ["numpy", "zstandard", "pyarrow", "torch"], args)
+    finish("format", measure(args.tokens, args.distillkit), ["numpy", "zstandard", "pyarrow", "torch"], args)

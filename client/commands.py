@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..format_spec import is_digest, is_request_id
 from ..format_spec.codes import EXIT_OK
 from ..format_spec.output import print_fields, print_json, size_text
-from ..format_spec.request import AUTO, DEFAULT_K, DEFAULT_SHARD_POSITIONS
+from ..format_spec.request import AUTO, DEFAULT_K, DEFAULT_SHARD_POSITIONS, canonical_min_prob
 
 if TYPE_CHECKING:
     from .client import Client
@@ -56,6 +56,12 @@ def _register_submit(subparsers: Subparsers) -> None:
     submit.add_argument("--teacher", help="name or digest; may be left out when the server has one teacher")
     submit.add_argument("--k", type=int, default=DEFAULT_K, help="entries kept of each distribution (%(default)s)")
     submit.add_argument(
+        "--min-prob",
+        default="0",
+        metavar="P",
+        help="of these, keep those at least so probable, like 0.001 (%(default)s)",
+    )
+    submit.add_argument(
         "--tail-samples",
         type=_count_or_auto,
         default=AUTO,
@@ -95,6 +101,7 @@ def _submit(args: argparse.Namespace) -> int:
         settings = {
             "teacher": args.teacher or _only_teacher(client),
             "k": args.k,
+            "min_prob": canonical_min_prob(args.min_prob),
             "tail_samples": args.tail_samples,
             "seed": args.seed,
             "shard_positions": args.shard_positions,

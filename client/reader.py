@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -15,11 +18,13 @@ from ..format_spec import (
     UnsupportedFeature,
     UnsupportedVersion,
 )
+from .batch import RowKind, TopkBatch, columns_of, new_batch, settle
 from .errors import IntegrityError
 from .source import Source, covered
 
 MAX_OPEN_SHARDS = 128
 ATTEMPTS = 3
+Read = TypeVar("Read")
 
 
 class SequenceReader:
@@ -41,11 +46,40 @@ class SequenceReader:
         Raises:
             IntegrityError: its shard is damaged and stays so.
         """
+        return self._try(number, Shard.read)
+
+    def read_batch(
+        self, numbers: Sequence[int], *, like: int, batch_size: int, cursor: int = 0, epoch: int = 0
+    ) -> TopkBatch:
+        """Return the batch of these sequences, decoded in place; sequence `like` says what the rows of none have.
+
+        Raises:
+            IntegrityError: a shard is damaged and stays so.
+            InvalidRows: sequences with different columns.
+        """
+        kind = self._try(like, lambda shard, _: RowKind.of_shard(shard.metadata))
+        found = [self._try(n, lambda shard, i: (shard.length(i), RowKind.of_shard(shard.metadata))) for n in numbers]
+        kind.check(other for _, other in found)
+        lengths = [length for length, _ in found]
+        batch = new_batch(kind, lengths, batch_size=batch_size, cursor=cursor, epoch=epoch)
+        for b, (number, length) in enumerate(zip(numbers, lengths, strict=True)):
+            columns = columns_of(batch, b, length)
+            self._try(number, partial(Shard.read_into, columns=columns))
+            settle(batch, b, columns)
+        return batch
+
+    def close(self) -> None:
+        """Close the shards."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def _try(self, number: int, read: Callable[[Shard, int], Read]) -> Read:
+        """Return what `read` makes of a sequence's shard and its number there, having damage repaired."""
         shard = self._manifest.shards[int(np.searchsorted(self._firsts, number, side="right")) - 1]
         where = f"sequence {number} (number {number - shard.first} of shard {shard.digest})"
         for attempt in range(ATTEMPTS):
             try:
-                return self._opened(shard).read(number - shard.first)
+                return read(self._opened(shard), number - shard.first)
             except (UnsupportedVersion, UnsupportedFeature):
                 raise
             except (ShardError, OSError) as error:
@@ -54,11 +88,6 @@ class SequenceReader:
                     raise IntegrityError(f"{where} cannot be read: {error}") from error
                 self._source.repair(shard, error)
         raise AssertionError("unreachable")
-
-    def close(self) -> None:
-        """Close the shards."""
-        while self._open:
-            self._open.popitem()[1].close()
 
     def _load(self, manifest: Manifest) -> None:
         self._manifest = manifest

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..format_spec import Manifest
-from .batch import TopkBatch, collate
+from .batch import TopkBatch
 from .blobs import DEFAULT_LIMIT_BYTES
 from .client import Client
 from .directory import CacheDirectory
@@ -192,9 +192,9 @@ class TopkStream:
 def _batches(reader: SequenceReader, plan: Plan, cursor: int) -> Iterator[TopkBatch]:
     for step in plan.steps(cursor):
         reader.reach(step.cursor - step.epoch * plan.num_sequences)
-        sequences = [reader.read(int(number)) for number in step.numbers]
-        like = None if sequences else reader.read(int(step.taken[0]))
-        yield collate(sequences, batch_size=plan.batch_size, like=like, cursor=step.cursor, epoch=step.epoch)
+        numbers = step.numbers.tolist()
+        like = numbers[0] if numbers else int(step.taken[0])
+        yield reader.read_batch(numbers, like=like, batch_size=plan.batch_size, cursor=step.cursor, epoch=step.epoch)
 
 
 def _check_room(client: Client, manifest: Manifest, shuffle: bool) -> None:

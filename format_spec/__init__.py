@@ -5,6 +5,7 @@ from .codes import Code
 from .dataset import Dataset, Example, read_jsonl, write_dataset
 from .digest import content_key, digest_bytes, digest_file, is_digest, is_request_id
 from .errors import (
+    ColumnError,
     CorruptFooter,
     CorruptFrame,
     CorruptIndex,
@@ -39,6 +40,7 @@ __all__ = [
     "PAD_ID",
     "CacheRequest",
     "Code",
+    "ColumnError",
     "CorruptFooter",
     "CorruptFrame",
     "CorruptIndex",

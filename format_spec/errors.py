@@ -8,6 +8,7 @@ TeachercacheError
     ├── TokenizerError        a folder whose tokenizer cannot be told
     ├── SourceError           a path that does not hold what is to be read from it
     ├── TargetError           a path that cannot be written
+    ├── ColumnError           a column that a shard has not, or an array that cannot hold it
     └── ShardError            a shard that must not be read, or rows that must not be written
         ├── NotAShard         wrong magic, or too short to be one
         ├── UnsupportedVersion
@@ -82,6 +83,12 @@ class SourceError(FormatError):
 
 class TargetError(FormatError):
     """A path cannot be written, or must not be."""
+
+    code = Code.INVALID_CONFIG
+
+
+class ColumnError(FormatError):
+    """A column was asked for that the shard has not, or is to be read into an array that cannot hold it."""
 
     code = Code.INVALID_CONFIG
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from itertools import accumulate, islice, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from .constants import FRAME_FORMAT, MAX_SEQUENCE_POSITIONS, PAD_CODE
 from .errors import CorruptFrame, InvalidRows, LimitExceeded
 from .metadata import ShardMetadata
-from .planes import PlaneDecoder, PlaneEncoder, Stream, Unsigned
+from .planes import PlaneEncoder, Stream, Unsigned
 from .profiles import Profile
 from .remap import RemapTable
 from .rows import PAD_ID, Bool, Float32, Int32, Rows, ScoredSequence
@@ -37,9 +38,11 @@ def to_columns(sequence: ScoredSequence, metadata: ShardMetadata) -> dict[str, U
         raise LimitExceeded(f"{len(sequence)} tokens are above the limit of {MAX_SEQUENCE_POSITIONS} (SPEC 9)")
     rows = sequence.rows
     if rows.k != metadata.k or rows.tail_samples != metadata.tail_samples:
+        # whoever cuts rows on their way here has a better way where they have tail samples
+        hint = "; a request's k and min_prob cut before the tail is drawn (SPEC 4.7)" if rows.tail_samples else ""
         raise InvalidRows(
             f"rows have k {rows.k} and {rows.tail_samples} tail samples, "
-            f"the shard {metadata.k} and {metadata.tail_samples}"
+            f"the shard {metadata.k} and {metadata.tail_samples}{hint}"
         )
     vocab_size, present_P = metadata.fingerprint.vocab_size, ~rows.absent_P
     mask_L = np.ones(len(sequence), np.bool_) if sequence.loss_mask_L is None else sequence.loss_mask_L
@@ -92,125 +95,13 @@ def split_frame(frame: bytes, metadata: ShardMetadata, num_positions: int) -> di
     positions, num_streams, reserved = struct.unpack_from(FRAME_FORMAT, frame)
     if positions != num_positions or num_streams != metadata.num_streams or reserved:
         raise CorruptFrame("the frame's counts are not those of index and metadata (SPEC 4.1)")
-    lengths = np.frombuffer(frame, "<u4", num_streams, FRAME_HEADER_SIZE).astype(np.int64)
-    ends = (FRAME_HEADER_SIZE + 4 * num_streams + np.cumsum(lengths)).tolist()
-    if ends[-1] != len(frame):
+    lengths = struct.unpack_from(f"<{num_streams}I", frame, FRAME_HEADER_SIZE)
+    bounds = list(accumulate(lengths, initial=FRAME_HEADER_SIZE + 4 * num_streams))
+    if bounds[-1] != len(frame):
         raise CorruptFrame("the streams do not fill the frame (SPEC 4.1)")
-    view, begin, stream = memoryview(frame), FRAME_HEADER_SIZE + 4 * num_streams, 0
-    columns: dict[str, list[Stream]] = {}
-    for column in metadata.columns:
-        parts: list[Stream] = []
-        for end in ends[stream : stream + column.planes]:
-            parts.append(view[begin:end])
-            begin = end
-        columns[column.name] = parts
-        stream += column.planes
-    return columns
-
-
-class FrameDecoder:
-    """Decodes the frames of one shard, all of a sequence or the columns asked for; not shared between threads.
-
-    Raises:
-        CorruptFrame: what a frame holds breaks a rule of SPEC 4.
-        LimitExceeded: a declared size is above its limit (SPEC 9).
-    """
-
-    def __init__(self, metadata: ShardMetadata, table: RemapTable | None) -> None:
-        self._metadata, self._table = metadata, table
-        self._planes = PlaneDecoder()
-
-    def sequence(self, frame: bytes, num_positions: int) -> ScoredSequence:
-        """Return the sequence in a frame."""
-        parts = split_frame(frame, self._metadata, num_positions)
-        absent_P, ids_PK, logprobs_PK = self._support(parts, num_positions)
-        floats = {name: self._floats(parts, name, num_positions, absent_P) for name in FLOAT_COLUMNS if name in parts}
-        tail_PN = None
-        if self._metadata.tail_samples:
-            tail_PN = self._tail(parts, num_positions, absent_P | (floats["log_tail_mass"] == -np.inf))
-        mask_L = self._integers(parts, "loss_mask", num_positions, np.uint8)
-        if mask_L.max() > 1:
-            raise CorruptFrame("the loss mask holds other bytes than 0 and 1 (SPEC 4.4)")
-        segments_L = self._integers(parts, "segment_ids", num_positions) if "segment_ids" in parts else None
-        return ScoredSequence(
-            input_ids_L=self.input_ids(parts, num_positions),
-            rows=Rows(
-                token_ids_PK=ids_PK,
-                logprobs_PK=logprobs_PK,
-                log_tail_mass_P=floats["log_tail_mass"],
-                logsumexp_P=floats.get("logsumexp"),
-                entropy_P=floats.get("entropy"),
-                tail_token_ids_PN=tail_PN,
-            ),
-            loss_mask_L=mask_L == 0,
-            segment_ids_L=None if segments_L is None else segments_L.view(np.int32),
-        )
-
-    def input_ids(self, parts: Mapping[str, list[Stream]], num_positions: int) -> Int32:
-        """Return the tokens of a sequence alone, leaving the other columns compressed."""
-        codes_L = self._integers(parts, "input_ids", num_positions)
-        if codes_L.max() >= self._metadata.fingerprint.vocab_size:
-            raise CorruptFrame("an input id is outside the vocabulary (SPEC 4.4)")
-        return self._ids(codes_L)
-
-    def _integers(
-        self, parts: Mapping[str, list[Stream]], name: str, num_positions: int, dtype: type = np.uint32
-    ) -> Unsigned:
-        return self._planes.decode(parts[name], self._metadata.entries(name, num_positions), dtype)
-
-    def _ids(self, codes: Unsigned) -> Int32:
-        ids = codes if self._table is None else self._table.decode(codes)
-        return ids.view(np.int32)
-
-    def _support(self, parts: Mapping[str, list[Stream]], num_positions: int) -> tuple[Bool, Int32, Float32]:
-        k, vocab_size, profile = self._metadata.k, self._metadata.fingerprint.vocab_size, self._metadata.values
-        codes_PK = self._integers(parts, "token_ids", num_positions).reshape(-1, k)
-        deltas_PK = self._integers(parts, "logprobs", num_positions, np.uint16).reshape(-1, k)
-        values_PK = np.cumsum(deltas_PK, axis=1, dtype=np.uint16)
-        if (values_PK[:, 1:] < values_PK[:, :-1]).any():
-            raise CorruptFrame("a row is not in probability order (SPEC 4.5)")
-        if values_PK[:, -1].max() > profile.infinity:
-            raise CorruptFrame("a value is no number (SPEC 4.5)")
-        absent_P = codes_PK[:, 0] == PAD_CODE
-        # whole rows are the rule: one look at the largest code spares them the care that padding needs
-        if int(codes_PK.max()) < vocab_size:
-            if values_PK[:, -1].max() == profile.infinity:
-                raise CorruptFrame("a value is padding where its id is none (SPEC 4.5)")
-            return absent_P, self._ids(codes_PK), profile.decode(values_PK)
-        pad_PK = codes_PK == PAD_CODE
-        if ((codes_PK >= vocab_size) & ~pad_PK).any():
-            raise CorruptFrame("a support id is outside the vocabulary (SPEC 4.4)")
-        if (pad_PK[:, :-1] & ~pad_PK[:, 1:]).any():
-            raise CorruptFrame("padding stands before an entry of its row (SPEC 4.4)")
-        if ((values_PK == profile.infinity) != pad_PK).any():
-            raise CorruptFrame("values and ids are padded in different places (SPEC 4.5)")
-        ids_PK = np.where(pad_PK, PAD_ID, self._ids(np.where(pad_PK, 0, codes_PK)))
-        return absent_P, ids_PK, profile.decode(values_PK)
-
-    def _floats(self, parts: Mapping[str, list[Stream]], name: str, num_positions: int, absent_P: Bool) -> Float32:
-        bits = self._integers(parts, name, num_positions)
-        if bits[absent_P].any():
-            raise CorruptFrame(f"{name} of an absent row is not zero (SPEC 4.6)")
-        values: Float32 = bits.view("<f4").astype(np.float32)
-        present = values[~absent_P]
-        if not (allowed := _allowed(present, name)).all():
-            raise CorruptFrame(f"{name} holds {present[~allowed][0]} (SPEC 4.6)")
-        values[absent_P] = np.nan
-        return values
-
-    def _tail(self, parts: Mapping[str, list[Stream]], num_positions: int, none_P: Bool) -> Int32:
-        deltas = self._integers(parts, "tail_token_ids", num_positions)
-        codes_PN = np.cumsum(deltas.reshape(-1, self._metadata.tail_samples), axis=1, dtype=np.int64)
-        if (codes_PN[none_P] != PAD_CODE).any():
-            raise CorruptFrame("a row without a tail has tail samples (SPEC 4.7)")
-        codes_PN[none_P] = 0
-        if int(codes_PN.max()) >= self._metadata.fingerprint.vocab_size:
-            raise CorruptFrame("a tail sample is outside the vocabulary (SPEC 4.7)")
-        # ascending by id, as an engine gives them, whatever the table
-        ids_PN = np.sort(self._ids(codes_PN.astype(np.uint32)), axis=1)
-        if none_P.any():
-            ids_PN = np.where(none_P[:, None], PAD_ID, ids_PN)
-        return ids_PN
+    view = memoryview(frame)
+    streams = iter([view[begin:end] for begin, end in pairwise(bounds)])
+    return {column.name: list(islice(streams, column.planes)) for column in metadata.columns}
 
 
 def _ids(ids: Int32, vocab_size: int, what: str) -> Unsigned:
@@ -256,7 +147,7 @@ def _floats(column: Float32 | None, present_P: Bool, name: str) -> Unsigned:
     if column is None:
         raise InvalidRows(f"the shard has a column {name} and the rows have none")
     present = column[present_P]
-    if not (allowed := _allowed(present, name)).all():
+    if not (allowed := allowed_floats(present, name)).all():
         raise InvalidRows(f"{name} holds {present[~allowed][0]} (SPEC 4.6)")
     # absent rows are never filled with numbers
     return np.where(present_P, column, 0.0).astype("<f4").view("<u4")
@@ -267,11 +158,9 @@ def _rounded(bits: Unsigned) -> Unsigned:
     return (bits + np.uint32(0x7F) + ((bits >> np.uint32(8)) & np.uint32(1))) & np.uint32(0xFFFFFF00)
 
 
-def _allowed(values: Float32, name: str) -> npt.NDArray[np.bool_]:
-    """Where a column holds what it may; log tail mass is at most 0, and -inf where there is no tail."""
-    allowed: npt.NDArray[np.bool_] = np.isfinite(values)
-    if name == "log_tail_mass":
-        allowed = (allowed & (values <= LOGPROB_SLACK)) | (values == -np.inf)
+def allowed_floats(values: Float32, name: str) -> npt.NDArray[np.bool_]:
+    """Return where a column holds what it may; log tail mass is at most 0, and -inf where there is no tail."""
+    allowed: Bool = values <= LOGPROB_SLACK if name == "log_tail_mass" else np.isfinite(values)
     return allowed
 
 

@@ -179,6 +179,7 @@ def _request(metadata: ShardMetadata, data: str, shard_positions: int) -> CacheR
         dtype=maker.dtype,
         head_dtype=maker.head_dtype,
         k=metadata.k,
+        min_prob="0",
         tail_samples=metadata.tail_samples,
         seed=0,
         profile=metadata.profile,

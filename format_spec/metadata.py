@@ -101,11 +101,11 @@ class ShardMetadata:
         """Tell whether frames have this column."""
         return any(column == own.name for own in self.columns)
 
-    def entries(self, column: str, num_positions: int) -> int:
-        """Return how many integers a column of a sequence of `num_positions` tokens has."""
+    def shape(self, column: str, num_positions: int) -> tuple[int, ...]:
+        """Return the shape of a column of a sequence of `num_positions` tokens."""
         rows = num_positions - 1
-        counts = {"n": num_positions, "n-1": rows, "(n-1)*k": rows * self.k}
-        return counts.get(COLUMNS[column][1], rows * self.tail_samples)
+        shapes = {"n": (num_positions,), "n-1": (rows,), "(n-1)*k": (rows, self.k)}
+        return shapes.get(COLUMNS[column][1], (rows, self.tail_samples))
 
     def to_bytes(self) -> bytes:
         """Return the metadata's canonical JSON (SPEC 6)."""

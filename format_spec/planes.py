@@ -19,7 +19,11 @@ class PlaneEncoder:
     """Turns columns into compressed planes; not shared between threads."""
 
     def __init__(self) -> None:
-        self._zstd = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_content_size=True, write_checksum=False)
+        # planes are noise and runs: a short match costs more than the Huffman codes it stands for
+        parameters = zstandard.ZstdCompressionParameters.from_level(
+            ZSTD_LEVEL, min_match=7, hash_log=6, write_content_size=True, write_checksum=False
+        )
+        self._zstd = zstandard.ZstdCompressor(compression_params=parameters)
 
     def encode(self, column: Unsigned, planes: int) -> list[bytes]:
         """Return the streams of a column, lowest byte first; a plane of zeros is an empty stream."""
@@ -46,16 +50,14 @@ class PlaneDecoder:
         """
         if count > MAX_PLANE_BYTES:
             raise LimitExceeded(f"a plane of {count} bytes is above the limit of {MAX_PLANE_BYTES} (SPEC 9)")
-        planes = [self._plane(stream, count) if len(stream) else None for stream in streams]
-        present = [plane for plane in planes if plane is not None]
-        if len(present) == 1 and planes[0] is not None:
-            return present[0].astype(dtype)
-        width = np.dtype(dtype).itemsize
-        octets = np.empty((count, width), np.uint8) if len(present) == width else np.zeros((count, width), np.uint8)
-        for i, plane in enumerate(planes):
-            if plane is not None:
-                octets[:, i] = plane
-        return octets.reshape(-1).view(np.dtype(dtype).newbyteorder("<"))
+        column: Unsigned | None = None
+        for i, stream in enumerate(streams):
+            if len(stream):
+                part = self._plane(stream, count).astype(dtype)
+                if i:
+                    part <<= 8 * i
+                column = part if column is None else np.bitwise_or(column, part, out=column)
+        return np.zeros(count, dtype) if column is None else column
 
     def _plane(self, stream: Stream, size: int) -> npt.NDArray[np.uint8]:
         try:

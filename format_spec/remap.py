@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .constants import PAD_CODE
+from .rows import PAD_ID, Int32
 
 UInt32 = npt.NDArray[np.uint32]
 UInt8 = npt.NDArray[np.uint8]
@@ -41,17 +42,19 @@ class RemapTable:
 
     def __init__(self, classes: UInt8) -> None:
         self.classes = classes
-        self.id_of = np.argsort(-classes.astype(np.int16), kind="stable").astype(np.uint32)
+        ids = np.argsort(~classes, kind="stable").astype(np.int32)
+        # what is no code is clipped to the last place
+        self._id_of = np.append(ids, np.int32(PAD_ID))
         self._code_of: UInt32 | None = None
 
     def encode(self, ids: UInt32) -> UInt32:
         """Return the codes of ids; padding stays padding."""
+        last = len(self.classes) - 1
         if self._code_of is None:
-            self._code_of = np.empty(len(self.id_of), np.uint32)
-            self._code_of[self.id_of] = np.arange(len(self.id_of), dtype=np.uint32)
-        last = np.uint32(len(self.id_of) - 1)
-        return np.where(ids == PAD_CODE, np.uint32(PAD_CODE), self._code_of[np.minimum(ids, last)])
+            self._code_of = np.empty(len(self.classes), np.uint32)
+            self._code_of[self._id_of[:-1]] = np.arange(len(self.classes), dtype=np.uint32)
+        return np.where(ids == PAD_CODE, np.uint32(PAD_CODE), self._code_of[np.minimum(ids, np.uint32(last))])
 
-    def decode(self, codes: UInt32) -> UInt32:
-        """Return the ids of codes, which must be below the vocabulary size."""
-        return self.id_of[codes]
+    def decode(self, codes: npt.NDArray[np.integer], out: Int32 | None = None) -> Int32:
+        """Return the ids of codes, into `out` where given; PAD_ID for a code that is not below the vocabulary size."""
+        return self._id_of.take(codes, mode="clip", out=out)

@@ -51,9 +51,15 @@ def repack(
 
 
 def shrink(rows: Rows, k: int) -> Rows:
-    """Return plain top-k rows with their k most probable entries; the rest joins the tail mass."""
+    """Return plain top-k rows with their k most probable entries; the rest joins the tail mass.
+
+    Raises:
+        InvalidRows: the rows have tail samples.
+    """
     if k == rows.k:
         return rows
+    if rows.tail_samples:
+        raise InvalidRows(_must_not_shrink(rows.k, k))
     old_P = np.where(rows.absent_P, -np.inf, rows.log_tail_mass_P)
     outside = np.concatenate([old_P[:, None], rows.logprobs_PK[:, k:]], axis=1, dtype=np.float64)
     tail_P = np.logaddexp.reduce(outside, axis=1)
@@ -62,6 +68,13 @@ def shrink(rows: Rows, k: int) -> Rows:
         token_ids_PK=rows.token_ids_PK[:, :k],
         logprobs_PK=rows.logprobs_PK[:, :k],
         log_tail_mass_P=np.minimum(tail_P, 0.0).astype(np.float32),
+    )
+
+
+def _must_not_shrink(old_k: int, new_k: int) -> str:
+    return (
+        f"a support with tail samples must not shrink from k {old_k} to {new_k}, for what is cut off could never have"
+        " been drawn (SPEC 4.7); ask the teacher again, with a smaller k or a min_prob"
     )
 
 
@@ -74,7 +87,7 @@ def _new_metadata(old: ShardMetadata, profile: str | None, k: int | None) -> Sha
     if k > old.k:
         raise LimitExceeded(f"k {k} is above {old.k}, what the rows were stored with")
     if k < old.k and old.tail_samples:
-        raise InvalidRows(f"a support with tail samples must not shrink from k {old.k} to {k} (SPEC 4.7)")
+        raise InvalidRows(_must_not_shrink(old.k, k))
     new = ShardMetadata(old.fingerprint, k, old.tail_samples, profile, old.columns)
     if FINENESS.index(profile) < FINENESS.index(old.profile):
         raise InvalidRows(f"profile {profile} is finer than {old.profile}: the digits are gone")

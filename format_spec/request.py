@@ -8,8 +8,10 @@ its canonical JSON. The same request is the same cache.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from decimal import Decimal
 from typing import Any
 
 from .canonical import MAX_INT, canonical_json
@@ -26,6 +28,7 @@ MAX_TAIL_SAMPLES = 4096
 MAX_SHARD_POSITIONS = 2**24
 PROFILES = ("bf16", "fp16", "m5")
 AUTO = "auto"
+_DECIMAL = re.compile(r"0(?:\.([0-9]{1,32}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +36,15 @@ class Submission:
     """A cache request as a client posts it.
 
     `teacher` is a name that the server serves or a teacher's digest; `data` the digest of an uploaded
-    data set. `tail_samples` "auto" means the default where the engine can draw them, else 0.
+    data set. Rows keep the entries of their top k that are at least as probable as `min_prob`, and one at the least;
+    it becomes canonical here, given as a number or as text. `tail_samples` "auto" means the default where the engine
+    can draw them, else 0.
     """
 
     teacher: str
     data: str
     k: int = DEFAULT_K
+    min_prob: str | float = "0"
     tail_samples: int | str = AUTO
     seed: int = 0
     profile: str = "bf16"
@@ -55,6 +61,7 @@ class Submission:
             raise RequestError(f"data must be the digest of an uploaded data set (sha256:<hex>), not {self.data!r}")
         if self.tail_samples != AUTO:
             _check_int("tail_samples", self.tail_samples, 0, MAX_TAIL_SAMPLES)
+        object.__setattr__(self, "min_prob", canonical_min_prob(self.min_prob))
         _check_numbers(self)
 
     @classmethod
@@ -89,6 +96,7 @@ class Submission:
             dtype=dtype,
             head_dtype=head_dtype,
             k=self.k,
+            min_prob=str(self.min_prob),
             tail_samples=tail_samples,
             seed=self.seed,
             profile=self.profile,
@@ -106,6 +114,7 @@ class CacheRequest:
     dtype: str
     head_dtype: str
     k: int
+    min_prob: str
     tail_samples: int
     seed: int
     profile: str
@@ -122,6 +131,8 @@ class CacheRequest:
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise RequestError(f"{name} must be a non-empty string")
         _check_int("tail_samples", self.tail_samples, 0, MAX_TAIL_SAMPLES)
+        if canonical_min_prob(self.min_prob) != self.min_prob:
+            raise RequestError(f"min_prob {self.min_prob!r} is not in its canonical form")
         _check_numbers(self)
 
     @property
@@ -141,6 +152,26 @@ class CacheRequest:
     def from_json(cls, value: Any) -> CacheRequest:
         """Read a stored request, refusing unknown and missing fields."""
         return cls(**_checked_keys(cls, value, required={field.name for field in fields(cls)}))
+
+
+def canonical_min_prob(value: object) -> str:
+    """Return the one text of a probability from 0 to below 1: "0", or "0." and digits of which the last is not 0.
+
+    Text is 0 or 0.ddd with at most 32 digits; a number stands for the shortest text that float64 reads as it.
+
+    Raises:
+        RequestError: it is none: an exponent, a sign, 1 or more, NaN.
+    """
+    text = value
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1:
+        text = format(Decimal(repr(float(value))), "f")
+    match = _DECIMAL.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise RequestError(
+            f"min_prob must be a decimal from 0 to below 1, written like 0.001, with at most 32 digits, not {value!r}"
+        )
+    digits = (match[1] or "").rstrip("0")
+    return f"0.{digits}" if digits else "0"
 
 
 def _checked_keys(cls: type[Any], value: Any, required: set[str]) -> Mapping[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -12,6 +12,7 @@ from typing import BinaryIO
 import numpy as np
 import xxhash
 
+from .columns import Array, blank, check_columns, new_columns
 from .constants import (
     FEATURE_REMAP,
     HEADER_FORMAT,
@@ -19,13 +20,15 @@ from .constants import (
     MAX_SEQUENCES,
     PAD_CODE,
 )
+from .decoder import FrameDecoder
+from .digest import content_key
 from .errors import CorruptFrame, InvalidRows, LimitExceeded, TruncatedShard
 from .footer import HEADER_SIZE, INDEX_DTYPE, TRAILER_SIZE, Footer, Trailer, check_head
-from .frame import ID_COLUMNS, Columns, FrameDecoder, encode_frame, split_frame, to_columns
+from .frame import ID_COLUMNS, Columns, encode_frame, split_frame, to_columns
 from .metadata import ShardMetadata
 from .planes import PlaneEncoder
 from .remap import RemapTable, frequency_classes
-from .rows import Int32, ScoredSequence
+from .rows import Rows, ScoredSequence
 from .version import FORMAT_MAJOR, FORMAT_MINOR
 
 TAIL_READ_BYTES = 1 << 16
@@ -135,22 +138,65 @@ class Shard:
         Raises:
             CorruptFrame: its bytes are damaged or break a rule (SPEC 4).
         """
-        sequence = self._decoder.sequence(self._frame(number), int(self.index["positions"][number]))
-        if sequence.key[:8] != self.index["key"][number].tobytes():
-            raise CorruptFrame(f"sequence {number} holds other tokens than the index says (SPEC 7.2)")
-        return sequence
+        columns = self.read_columns(number)
+        return ScoredSequence(
+            input_ids_L=columns["input_ids"],
+            rows=Rows(
+                token_ids_PK=columns["token_ids"],
+                logprobs_PK=columns["logprobs"],
+                log_tail_mass_P=columns["log_tail_mass"],
+                logsumexp_P=columns.get("logsumexp"),
+                entropy_P=columns.get("entropy"),
+                tail_token_ids_PN=columns.get("tail_token_ids"),
+            ),
+            loss_mask_L=columns["loss_mask"],
+            segment_ids_L=columns.get("segment_ids"),
+        )
 
-    def read_input_ids(self, number: int) -> Int32:
-        """Return the tokens of sequence `number` alone, without decompressing the rest."""
-        positions = int(self.index["positions"][number])
-        parts = split_frame(self._frame(number), self.metadata, positions)
-        return self._decoder.input_ids(parts, positions)
+    def read_columns(self, number: int, names: Iterable[str] | None = None) -> dict[str, Array]:
+        """Return these columns of sequence `number` (default: all that are known); the others are not decompressed.
+
+        The arrays are those of `Rows` and `ScoredSequence`; a column that was not asked for has no key. What a
+        column holds never depends on the others asked for, but rules that bind two columns are checked only where
+        both are read, and the sequence's key only with `input_ids` (SPEC 4.10).
+
+        Raises:
+            ColumnError: the shard has no such column.
+            CorruptFrame: the bytes of the sequence are damaged, or these columns break a rule (SPEC 4).
+        """
+        if names is None:
+            names = [column.name for column in self.metadata.columns if column.is_known]
+        frame = self._frame(number)
+        columns = new_columns(names, self.metadata, self.length(number))
+        self._decode(number, frame, columns)
+        return columns
+
+    def read_into(self, number: int, columns: Mapping[str, Array]) -> None:
+        """Read sequence `number` into these arrays, only the columns that they are for; see `read_columns`.
+
+        They have the shapes and types of what `read_columns` returns, in any memory layout. After an error they
+        hold PAD_ID, False, -inf and NaN: every row is absent.
+
+        Raises:
+            ColumnError: the shard has no such column, or its array does not fit; nothing was written.
+            CorruptFrame: the bytes of the sequence are damaged, or these columns break a rule (SPEC 4).
+        """
+        check_columns(columns, self.metadata, self.length(number))
+        try:
+            self._decode(number, self._frame(number), columns)
+        except BaseException:
+            blank(columns)
+            raise
+
+    def length(self, number: int) -> int:
+        """Return how many tokens sequence `number` has, without reading it."""
+        return int(self._entry(number)["positions"])
 
     def column_bytes(self) -> dict[str, int]:
         """Return the compressed size of each column, over all sequences."""
         totals = {column.name: 0 for column in self.metadata.columns}
         for number in range(self.num_sequences):
-            parts = split_frame(self._frame(number), self.metadata, int(self.index["positions"][number]))
+            parts = split_frame(self._frame(number), self.metadata, self.length(number))
             for name, streams in parts.items():
                 totals[name] += sum(len(stream) for stream in streams)
         return totals
@@ -197,10 +243,19 @@ class Shard:
         if getattr(self, "_fd", None) is not None:
             self.close()
 
-    def _frame(self, number: int) -> bytes:
+    def _entry(self, number: int) -> np.void:
         if not 0 <= number < len(self.index):
             raise IndexError(f"sequence {number} of a shard of {len(self.index)}")
-        entry = self.index[number]
+        entry: np.void = self.index[number]
+        return entry
+
+    def _decode(self, number: int, frame: bytes, columns: Mapping[str, Array]) -> None:
+        self._decoder.decode(frame, self.length(number), columns)
+        if "input_ids" in columns and content_key(columns["input_ids"])[:8] != self.index["key"][number].tobytes():
+            raise CorruptFrame(f"sequence {number} holds other tokens than the index says (SPEC 7.2)")
+
+    def _frame(self, number: int) -> bytes:
+        entry = self._entry(number)
         frame = self._read(int(entry["offset"]), int(entry["bytes"]))
         if xxhash.xxh3_64_intdigest(frame) != int(entry["xxh3"]):
             raise CorruptFrame(f"sequence {number} does not match its checksum (SPEC 7.3)")

@@ -135,7 +135,7 @@ def _size_up(server: State, submission: Submission) -> JSONResponse:
         id=spec.id,
         sequences=sequences,
         positions=positions,
-        estimated_bytes=estimate_bytes(positions, spec.k, spec.tail_samples),
+        estimated_bytes=estimate_bytes(positions, spec),
         estimated_seconds=None if rate is None else positions / rate,
         exists=known is not None,
     )

@@ -7,18 +7,19 @@ there is an answer, not the end of the server.
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
-from ..format_spec import Code, DatasetError, TeachercacheError
+from ..format_spec import CacheRequest, Code, DatasetError, TeachercacheError
 from .errors import Unavailable
 from .teachers import Limits
 
 CHILD = f"{__package__}.sizing_child"
 TIMEOUT_S = 3600.0
-# 77 bytes a token measured for SmolLM2-135M with k 16 and 16 tail samples
-COMPRESSION = 0.55
+# measured for SmolLM2-135M on prose and code: a token without its rows' entries, an entry, a tail sample
+TOKEN_BYTES, ENTRY_BYTES, SAMPLE_BYTES = 20.0, 1.8, 1.4
 
 
 def measure(dataset: Path, limits: Limits) -> tuple[int, int]:
@@ -49,7 +50,12 @@ def measure(dataset: Path, limits: Limits) -> tuple[int, int]:
     return answer["sequences"], answer["positions"]
 
 
-def estimate_bytes(positions: int, k: int, tail_samples: int) -> int:
+def estimate_bytes(positions: int, spec: CacheRequest) -> int:
     """Return about how many bytes the shards of `positions` tokens will have."""
-    # planes of 3 bytes an id and 2 a value, and 4 a side column
-    return int(positions * (5 * k + 3 * tail_samples + 16) * COMPRESSION)
+    entries = min(spec.k, _mean_entries(float(spec.min_prob)))
+    return int(positions * (TOKEN_BYTES + ENTRY_BYTES * entries + SAMPLE_BYTES * spec.tail_samples))
+
+
+def _mean_entries(min_prob: float) -> float:
+    """Return about how many entries of a row are at least so probable: 1.6 for 0.1, 8 for 0.01, 40 for 0.001."""
+    return max(1.0, 0.32 * min_prob**-0.7) if min_prob else math.inf

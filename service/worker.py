@@ -143,7 +143,7 @@ class Worker:
             self._meta.release(lease)
             return
         # before the teacher works for nothing
-        room = estimate_bytes(part.positions, spec.k, spec.tail_samples)
+        room = estimate_bytes(part.positions, spec)
         with self._store.stage(room) as staging:
             teacher, engine = self._engine(lease)
             fingerprint = engine.fingerprint(teacher.digest, teacher.tokenizer)
@@ -200,7 +200,9 @@ def score_in_order(
     for block in cut(examples, BUFFER_BYTES // row_bytes):
         ids = [token_ids(example) for example in block]
         done = {}
-        for index, rows in engine.score(ids, k=spec.k, tail_samples=spec.tail_samples, seed=spec.seed):
+        for index, rows in engine.score(
+            ids, k=spec.k, tail_samples=spec.tail_samples, seed=spec.seed, min_prob=float(spec.min_prob)
+        ):
             done[index] = rows
             progress(num_tokens(block[index]))
         for index, example in enumerate(block):

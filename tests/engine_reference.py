@@ -28,11 +28,13 @@ class PlainRow:
     draws: list[int]
 
 
-def plain_row(logits: npt.ArrayLike, k: int, tail_samples: int, u: float) -> PlainRow:
+def plain_row(logits: npt.ArrayLike, k: int, tail_samples: int, u: float, min_prob: float = 0.0) -> PlainRow:
     """Return the row of one position by the definitions."""
     z = np.asarray(logits, dtype=np.float64)
     order = np.lexsort((np.arange(len(z)), -z))
-    ids = [int(v) for v in order[:k] if z[v] > -np.inf]
+    p = np.exp(z - z.max())
+    p /= p.sum()
+    ids = [int(v) for v in order[:k] if z[v] > -np.inf and (v == order[0] or p[v] >= min_prob)]
     lse = logsumexp(z)
     off = z.copy()
     off[ids] = -np.inf
@@ -52,18 +54,21 @@ def logsumexp(z: Float64) -> float:
     return float(z.max() + np.log(np.sum(np.exp(z - z.max()))))
 
 
-def assert_rows_match(rows: Rows, logits_PV: torch.Tensor, uniforms_P: Float64, atol: float = 1e-4) -> None:
+def assert_rows_match(
+    rows: Rows, logits_PV: torch.Tensor, uniforms_P: Float64, atol: float = 1e-4, min_prob: float = 0.0
+) -> None:
     """Check every column against the definitions.
 
     Ids may differ where logits are within `atol`, and one draw in ten, since logits carry noise from their batch.
     """
     same_draws: list[bool] = []
     for i, logits in enumerate(logits_PV.double().numpy()):
-        row = plain_row(logits, rows.k, rows.tail_samples, float(uniforms_P[i]))
+        row = plain_row(logits, rows.k, rows.tail_samples, float(uniforms_P[i]), min_prob)
         count = len(row.ids)
         ids = rows.token_ids_PK[i]
         assert (ids[count:] == PAD_ID).all()
         assert len(set(ids[:count].tolist())) == count
+        assert (ids[:count] != PAD_ID).all()
         np.testing.assert_allclose(logits[ids[:count]], logits[row.ids], atol=atol, rtol=0)
         np.testing.assert_allclose(rows.logprobs_PK[i, :count], row.logprobs, atol=atol, rtol=0)
         assert (rows.logprobs_PK[i, count:] == -np.inf).all()
@@ -81,6 +86,15 @@ def assert_rows_match(rows: Rows, logits_PV: torch.Tensor, uniforms_P: Float64, 
             same_draws += [draw == plain for draw, plain in zip(draws, row.draws, strict=True)]
     if same_draws:
         assert np.mean(same_draws) >= 0.9
+
+
+def gap_near(share: float, logits_PV: torch.Tensor) -> float:
+    """Return a threshold near `share` that no probability comes close to, so that rounding decides nothing."""
+    p = np.sort(logits_PV.double().softmax(1).numpy().ravel())
+    candidates = share * np.linspace(0.9, 1.1, 501)
+    places = np.searchsorted(p, candidates)
+    below, above = p[np.maximum(places - 1, 0)], p[np.minimum(places, len(p) - 1)]
+    return float(candidates[np.argmax(np.minimum(abs(candidates - below), abs(candidates - above)) / candidates)])
 
 
 def chi_square(counts: Float64, expected: Float64) -> tuple[float, float]:

@@ -53,7 +53,13 @@ class FakeEngine:
         )
 
     def score(
-        self, sequences: Sequence[npt.NDArray[np.integer[Any]]], *, k: int, tail_samples: int, seed: int
+        self,
+        sequences: Sequence[npt.NDArray[np.integer[Any]]],
+        *,
+        k: int,
+        tail_samples: int,
+        seed: int,
+        min_prob: float = 0.0,
     ) -> Iterator[tuple[int, Rows]]:
         """Yield rows from the longest sequence to the shortest."""
         for index in sorted(range(len(sequences)), key=lambda i: -len(sequences[i])):

@@ -54,6 +54,7 @@ def make_cache(sizes: tuple[int, ...] = (3, 4, 2), *, seed: int = 0, tail_sample
         dtype="float32",
         head_dtype="float32",
         k=5,
+        min_prob="0",
         tail_samples=tail_samples,
         seed=seed,
         profile="bf16",

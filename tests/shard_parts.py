@@ -145,10 +145,10 @@ class Parts:
         """Let an entry of the index state these."""
         return self.with_frame(replace(self.frames[number], stated=stated), number)
 
-    def with_stream(self, name: str, stream: bytes, number: int = 0) -> Parts:
-        """Take this for the lowest plane of a column."""
+    def with_stream(self, name: str, stream: bytes, number: int = 0, plane: int = 0) -> Parts:
+        """Take this for a plane of a column, the lowest if not said."""
         streams = self.frames[number].streams
-        streams[self._planes(name).start] = stream
+        streams[self._planes(name).start + plane] = stream
         return self.with_frame(self.frames[number].with_streams(streams), number)
 
     def integers(self, name: str, number: int = 0) -> list[int]:

@@ -36,10 +36,11 @@ def jsonl(tmp_path: Path) -> Path:
 
 def test_submit_without_waiting(server: FaultyServer, jsonl: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["submit", str(jsonl), "--k", "7", "--tail-samples", "3", "--seed", "4", "--shard-positions", "99"]
+    arguments += ["--min-prob", "0.0100"]
     assert main([*arguments, "--no-wait", "--json"]) == 0
     view = json.loads(capsys.readouterr().out)
-    asked = {name: view["request"][name] for name in ("k", "tail_samples", "seed", "shard_positions")}
-    assert asked == {"k": 7, "tail_samples": 3, "seed": 4, "shard_positions": 99}
+    asked = {name: view["request"][name] for name in ("k", "min_prob", "tail_samples", "seed", "shard_positions")}
+    assert asked == {"k": 7, "min_prob": "0.01", "tail_samples": 3, "seed": 4, "shard_positions": 99}
     assert (view["state"], view["created"]) == ("queued", True)
     assert view["request"]["data"] in server.blobs
     assert main([*arguments, "--no-wait"]) == 0
@@ -75,6 +76,14 @@ def test_dry_run(server: FaultyServer, jsonl: Path, capsys: pytest.CaptureFixtur
     assert lines.keys() == {"request", "sequences", "tokens", "bytes", "time"}
     assert (lines["tokens"], lines["bytes"], lines["time"]) == ("90", "2500 (2.5 kB)", "not known yet")
     assert len(server.views) == 1
+
+
+def test_a_wrong_setting_is_refused_before_the_upload(
+    server: FaultyServer, jsonl: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["submit", str(jsonl), "--min-prob", "1e-3"]) == 2
+    assert "min_prob must be a decimal from 0 to below 1" in capsys.readouterr().err
+    assert server.count("PUT", "/v1/blobs") == 0
 
 
 def test_teacher_must_be_clear(

@@ -115,11 +115,16 @@ def test_same_request_is_the_same_cache(client: Client) -> None:
     assert (first.created, second.created, first.state) == (True, False, "queued")
     assert first.id == second.id == client.status(first.id).id
     assert client.submit(teacher="tiny", data=data, k=6).id != first.id
+    cut = client.submit(teacher="tiny", data=data, k=5, min_prob=1e-4)
+    assert (cut.request["min_prob"], cut.created, first.request["min_prob"]) == ("0.0001", True, "0")
+    assert client.submit(teacher="tiny", data=data, k=5, min_prob="0.00010").id == cut.id != first.id
 
 
 def test_bad_submission_is_not_sent(server: FaultyServer, client: Client) -> None:
     with pytest.raises(RequestError, match="k must be"):
         client.submit(teacher="tiny", data=digest_bytes(b""), k=0)
+    with pytest.raises(RequestError, match="min_prob must be a decimal from 0 to below 1"):
+        client.submit(teacher="tiny", data=digest_bytes(b""), min_prob=1.0)
     with pytest.raises(RequestError, match="unknown keys"):
         client.submit(teacher="tiny", data=digest_bytes(b""), temperature=1)
     with pytest.raises(ConfigError, match="not both"):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from format_samples import sequence, shard_bytes
+from format_samples import fingerprint, sequence, shard_bytes
 from tiny_cache import tiny_sequences, write_cache
 
 from teachercache.cli import main
-from teachercache.format_spec import InvalidRows, LimitExceeded, Manifest, Shard
+from teachercache.format_spec import InvalidRows, LimitExceeded, Manifest, Shard, ShardMetadata, ShardWriter
 from teachercache.format_spec.errors import TargetError
 from teachercache.format_spec.profiles import PROFILES
 from teachercache.format_spec.repack import FINENESS, repack, shrink
@@ -116,13 +117,24 @@ def test_a_tail_mass_never_gets_above_one() -> None:
 
 def test_repack_refuses_what_would_be_wrong(shard: Path, tmp_path: Path) -> None:
     shards, target = ShardSet(shard), tmp_path / "new.tkc"
-    with pytest.raises(InvalidRows, match="with tail samples must not shrink from k 5 to 4"):
-        repack(shards, target, k=4)
+    for cut in (lambda: repack(shards, target, k=4), lambda: shrink(SEQUENCES[0].rows, 4)):
+        with pytest.raises(InvalidRows, match=r"must not shrink from k 5 to 4, .* or a min_prob"):
+            cut()
     with pytest.raises(InvalidRows, match="profile fp16 is finer than bf16"):
         repack(shards, target, profile="fp16")
     with pytest.raises(LimitExceeded, match="k 6 is above 5"):
         repack(shards, target, k=6)
     assert not target.exists()
+
+
+def test_a_writer_refuses_rows_of_another_k_and_names_the_better_way() -> None:
+    rows = SEQUENCES[0].rows
+    cut = replace(rows, token_ids_PK=rows.token_ids_PK[:, :4], logprobs_PK=rows.logprobs_PK[:, :4])
+    writer = ShardWriter(io.BytesIO(), ShardMetadata(fingerprint(), 5, 4))
+    with pytest.raises(
+        InvalidRows, match=r"rows have k 4 and 4 tail samples, the shard 5 and 4; .* min_prob cut before"
+    ):
+        writer.add(replace(SEQUENCES[0], rows=cut))
 
 
 def test_repack_never_writes_over_a_cache(cache: Path) -> None:

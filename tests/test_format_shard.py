@@ -90,7 +90,7 @@ def test_round_trip(
     assert shard.num_positions == sum(lengths)
     for number, (stored, item) in enumerate(zip(shard, items, strict=True)):
         assert_same(stored, item, profile)
-        np.testing.assert_array_equal(shard.read_input_ids(number), item.input_ids_L)
+        np.testing.assert_array_equal(shard.read_columns(number, ["input_ids"])["input_ids"], item.input_ids_L)
         assert number in shard.find(item.key)
     assert sum(shard.column_bytes().values()) < shard.size
 
@@ -210,7 +210,7 @@ def test_a_declared_size_is_checked_before_memory_is_taken() -> None:
 )
 def test_a_stream_is_exactly_one_frame_of_the_due_size(stream: bytes) -> None:
     with pytest.raises(CorruptFrame):
-        Shard(hostile(first_stream(stream))).read_input_ids(0)
+        Shard(hostile(first_stream(stream))).read_columns(0, ["input_ids"])
 
 
 def test_a_frame_has_the_streams_of_the_metadata() -> None:

@@ -45,6 +45,7 @@ def request(**changes: object) -> CacheRequest:
         "dtype": "float32",
         "head_dtype": "float32",
         "k": 16,
+        "min_prob": "0",
         "tail_samples": 16,
         "seed": 0,
         "profile": "bf16",
@@ -57,21 +58,21 @@ def test_golden_request_ids() -> None:
     """An id that changes makes every stored cache unreachable: these never change for spec_version 1."""
     assert request().canonical() == (
         b'{"data":"sha256:3a6eb0790f39ac87c94f3856b2dd2c5d110e6811602261a9a923d3bb23adc8b7","dtype":"float32",'
-        b'"engine":"transformers","head_dtype":"float32","k":16,"profile":"bf16","seed":0,"shard_positions":262144,'
-        b'"spec_version":"1","tail_samples":16,'
+        b'"engine":"transformers","head_dtype":"float32","k":16,"min_prob":"0","profile":"bf16","seed":0,'
+        b'"shard_positions":262144,"spec_version":"1","tail_samples":16,'
         b'"teacher":"sha256:1057a9604e04b274da5a4de0c8f4b4868d9b230989f8c8c6a28221143cc5a755"}'
     )
-    assert request().id == "7b9ce6dafe1134812bf2be6854fb8763230368ab905dde37918222dc181e5ecc"
+    assert request().id == "8ed0566009e0f48557cabd13ea11736f05f669a4904cf8f674170d14cbf49ad3"
     assert (
         request(k=100, tail_samples=0, seed=2**53 - 1).id
-        == "2c6178bc7fad307c27aa90a15fb7c81da78d2fbd6fbab851cb28dc3204947213"
+        == "009287f004d2a3666f5cfa941b314093a1f9337691a8cb44ba9f5e7a11a551e6"
     )
 
 
 def test_submission_resolves_to_the_same_request_however_it_is_written() -> None:
     served = {"teacher": fingerprint().teacher, "vocab_size": 1000, "engine": "transformers", "dtype": "float32"}
     auto = Submission("name", DATA).resolve(**served, head_dtype="float32", draws_tail_samples=True)
-    full = Submission(served["teacher"], DATA, 16, 16, 0, "bf16", 262144, "transformers", "float32")
+    full = Submission(served["teacher"], DATA, 16, "0", 16, 0, "bf16", 262144, "transformers", "float32")
     assert auto == full.resolve(**served, head_dtype="float32", draws_tail_samples=True) == request()
     plain = Submission("name", DATA).resolve(**served, head_dtype="float32", draws_tail_samples=False)
     assert plain.tail_samples == 0
@@ -86,6 +87,8 @@ def test_every_field_changes_the_id(name: str) -> None:
     other = (
         "m5"
         if name == "profile"
+        else "0.5"
+        if name == "min_prob"
         else value + 1
         if isinstance(value, int)
         else digest_bytes(b"other")
@@ -109,6 +112,8 @@ def test_every_field_changes_the_id(name: str) -> None:
         ({"data": "file.parquet"}, Code.INVALID_REQUEST),
         ({"teacher": ""}, Code.INVALID_REQUEST),
         ({"profile": "m4"}, Code.INVALID_REQUEST),
+        ({"min_prob": "1e-3"}, Code.INVALID_REQUEST),
+        ({"min_prob": 1}, Code.INVALID_REQUEST),
         ({"shard_positions": 0}, Code.INVALID_REQUEST),
         ({"engine": "vllm"}, Code.INVALID_REQUEST),
         ({"surprise": 1}, Code.INVALID_REQUEST),
@@ -126,6 +131,68 @@ def test_bad_submissions_are_refused_by_code(change: dict[str, object], code: Co
         )
     assert caught.value.code is code
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "canonical"),
+    [
+        ("0", "0"),
+        ("0.0", "0"),
+        ("0.001", "0.001"),
+        ("0.0010", "0.001"),
+        ("0.50", "0.5"),
+        (0, "0"),
+        (0.0, "0"),
+        (0.1, "0.1"),
+        (1e-3, "0.001"),
+        (1e-7, "0.0000001"),
+        (np.float64(0.25), "0.25"),
+        (0.1 + 0.2, "0.30000000000000004"),
+        ("0." + "0" * 31 + "1", "0." + "0" * 31 + "1"),
+    ],
+)
+def test_a_least_probability_has_one_text(given: str | float, canonical: str) -> None:
+    submission = Submission("t", DATA, min_prob=given)
+    assert submission.min_prob == canonical
+    assert Submission.from_json(submission.to_json()) == submission
+    assert float(canonical) == float(given)
+
+
+BAD_PROBABILITIES = [
+    "1",
+    "1.0",
+    "-0.1",
+    "-0",
+    "+0.1",
+    "1e-3",
+    "0.",
+    ".5",
+    "00.1",
+    "0,1",
+    "0.1 ",
+    " 0.1",
+    "0.1\n",
+    "NaN",
+]
+BAD_PROBABILITIES += ["inf", "", "0x1", "0.٣", "0." + "1" * 33, "0._1"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [*BAD_PROBABILITIES, 1, 1.0, 2.5, -0.1, -0.0, float("nan"), float("inf"), 1e-33, True, False, None, ["0.1"]],
+)
+def test_what_is_no_least_probability_is_refused(value: object) -> None:
+    with pytest.raises(RequestError, match="min_prob must be a decimal from 0 to below 1") as caught:
+        Submission("t", DATA, min_prob=value)  # type: ignore[arg-type]
+    assert caught.value.code is Code.INVALID_REQUEST
+    with pytest.raises(RequestError):
+        request(min_prob=value)
+
+
+@pytest.mark.parametrize("value", ["0.0", "0.10", 0.5, 0])
+def test_a_stored_request_holds_the_canonical_text_alone(value: object) -> None:
+    with pytest.raises(RequestError, match=r"is not in its canonical form|must be a decimal"):
+        request(min_prob=value)
 
 
 def test_tail_samples_from_an_engine_that_cannot_draw_them_are_refused() -> None:

@@ -75,6 +75,36 @@ def test_shards_hold_what_the_engine_says(
     assert np.concatenate(same_draws).mean() > 0.9
 
 
+def test_a_least_probability_cuts_supports_before_their_tails_are_drawn(
+    server: TinyServer, tiny_teacher: Path, data: str, examples: list[Example]
+) -> None:
+    from teachercache.service.engines import load_engine
+
+    settings: dict[str, Any] = {"k": 16, "tail_samples": 4, "seed": 7, "shard_positions": 300}
+    view = server.complete(data, min_prob="0.00450", **settings)
+    assert view["request"]["min_prob"] == "0.0045"
+    assert server.submit(data, min_prob=0.0045, **settings).json()["id"] == view["id"]
+    assert server.submit(data, min_prob=4.5, **settings).status_code == 422
+    manifest = server.manifest(view["id"])
+    assert manifest.request.id == view["id"] and manifest.request.min_prob == "0.0045"
+    for descriptor in manifest.shards:
+        Shard(server.http.get(f"/v1/blobs/{descriptor.digest}").content).verify()
+    engine = load_engine("transformers", tiny_teacher)
+    direct = dict(engine.score([e.input_ids for e in examples], k=16, tail_samples=4, seed=7, min_prob=0.0045))
+    same_support, same_draws, kept = [], [], []
+    for index, sequence in enumerate(server.sequences(manifest)):
+        rows, expected = sequence.rows, direct[index]
+        same = (np.sort(rows.token_ids_PK) == np.sort(expected.token_ids_PK)).all(axis=1)
+        np.testing.assert_allclose(rows.log_tail_mass_P[same], expected.log_tail_mass_P[same], atol=1e-4)
+        same_support.append(same)
+        same_draws.append((rows.tail_token_ids_PN == expected.tail_token_ids_PN).all(axis=1))
+        kept.append((rows.token_ids_PK >= 0).sum(axis=1))
+        assert (rows.logprobs_PK[:, 1][kept[-1] > 1] >= np.log(0.0045) * (1 + 2**-8)).all()
+    assert np.concatenate(same_support).mean() > 0.98
+    assert np.concatenate(same_draws).mean() > 0.9
+    assert np.concatenate(kept).min() < np.concatenate(kept).max() <= 16
+
+
 def test_every_shard_verifies(server: TinyServer, data: str) -> None:
     view = server.complete(data, k=8, tail_samples=4, seed=7, shard_positions=300)
     for descriptor in server.manifest(view["id"]).shards:

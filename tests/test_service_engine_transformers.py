@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from engine_reference import assert_rows_match, chi_square, plain_row, save_tiny
+from engine_reference import assert_rows_match, chi_square, gap_near, plain_row, save_tiny
 from safetensors.torch import load_file, save_file
 
 from teachercache.format_spec import Code, Example, Rows, content_key, tail_uniforms
@@ -75,9 +75,11 @@ def whole_logits(path: Path, ids: np.ndarray) -> torch.Tensor:
     return logits_BLV[0, :-1]
 
 
-def scored(engine: TransformersEngine, given: list[np.ndarray], k: int = 5, tail_samples: int = 4) -> list[Rows]:
+def scored(
+    engine: TransformersEngine, given: list[np.ndarray], k: int = 5, tail_samples: int = 4, min_prob: float = 0.0
+) -> list[Rows]:
     """Score and return the rows in the order given, each exactly once."""
-    pairs = list(engine.score(given, k=k, tail_samples=tail_samples, seed=SEED))
+    pairs = list(engine.score(given, k=k, tail_samples=tail_samples, seed=SEED, min_prob=min_prob))
     assert sorted(index for index, _ in pairs) == list(range(len(given)))
     return [rows for _, rows in sorted(pairs, key=lambda pair: pair[0])]
 
@@ -99,6 +101,19 @@ def test_rows_are_those_of_a_direct_forward_pass(kind: str, tiny_dirs: dict[str,
     for ids, rows in zip(given, scored(engine, given), strict=True):
         assert len(rows) == len(ids) - 1
         assert_rows_match(rows, whole_logits(tiny_dirs[kind], ids), uniforms(ids))
+
+
+@pytest.mark.parametrize("kind", ["llama", "scaled"])
+def test_improbable_entries_are_in_the_tail_before_it_is_drawn_from(kind: str, tiny_dirs: dict[str, Path]) -> None:
+    engine = TransformersEngine(tiny_dirs[kind], device="cpu", max_batch_tokens=80)
+    given = sequences([30, 2, 64, 9])
+    logits = [whole_logits(tiny_dirs[kind], ids) for ids in given]
+    min_prob = gap_near(0.01, torch.cat(logits))
+    kept = []
+    for ids, rows, logits_PV in zip(given, scored(engine, given, k=12, min_prob=min_prob), logits, strict=True):
+        assert_rows_match(rows, logits_PV, uniforms(ids), min_prob=min_prob)
+        kept += (rows.token_ids_PK >= 0).sum(1).tolist()
+    assert len(set(kept)) > 4
 
 
 @pytest.mark.parametrize(
@@ -217,10 +232,13 @@ def test_a_sequence_that_cannot_be_scored_is_named_before_any_work(
     assert (caught.value.code, caught.value.index) == (code, 1)
 
 
-@pytest.mark.parametrize(("k", "tail_samples"), [(0, 0), (212, 0), (5, -1)])
-def test_impossible_counts_are_refused(k: int, tail_samples: int, tiny: TransformersEngine) -> None:
+@pytest.mark.parametrize(
+    ("k", "tail_samples", "min_prob"),
+    [(0, 0, 0.0), (212, 0, 0.0), (5, -1, 0.0), (5, 0, -0.1), (5, 0, 1.1), (5, 0, float("nan"))],
+)
+def test_impossible_numbers_are_refused(k: int, tail_samples: int, min_prob: float, tiny: TransformersEngine) -> None:
     with pytest.raises(InvalidSetting):
-        tiny.score(sequences([4]), k=k, tail_samples=tail_samples, seed=SEED)
+        tiny.score(sequences([4]), k=k, tail_samples=tail_samples, seed=SEED, min_prob=min_prob)
 
 
 @pytest.mark.parametrize("options", [{"dtype": "int8"}, {"device": "tpu"}, {"device": "mps"}, {"max_batch_tokens": 0}])

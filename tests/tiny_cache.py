@@ -88,6 +88,7 @@ def write_cache(
         dtype="float32",
         head_dtype="float32",
         k=rows.k,
+        min_prob="0",
         tail_samples=rows.tail_samples,
         seed=0,
         profile="bf16",

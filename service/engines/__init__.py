@@ -41,16 +41,24 @@ class Engine(Protocol):
         """Return who produces the numbers, given the digests of the teacher and of its tokenizer."""
 
     def score(
-        self, sequences: Sequence[npt.NDArray[np.integer[Any]]], *, k: int, tail_samples: int, seed: int
+        self,
+        sequences: Sequence[npt.NDArray[np.integer[Any]]],
+        *,
+        k: int,
+        tail_samples: int,
+        seed: int,
+        min_prob: float = 0.0,
     ) -> Iterator[tuple[int, Rows]]:
         """Yield each sequence's number in `sequences` and its rows, one fewer than its tokens, as they are done.
 
-        The same list gives the same order and, on the same machine, the same bits. Arguments are checked
-        before the first row is computed.
+        A row keeps its k most probable entries without those below `min_prob`, but the first in any case; all
+        others are its tail. The same list gives the same order and, on the same machine, the same bits. Arguments
+        are checked before the first row is computed.
 
         Raises:
             UnscorableSequence: fewer than 2 tokens, more than `max_length`, or an id outside the vocabulary.
-            InvalidSetting: `k` is outside 1 .. `vocab_size`, or `tail_samples` cannot be drawn.
+            InvalidSetting: `k` is outside 1 .. `vocab_size`, `tail_samples` cannot be drawn, or `min_prob` is no
+                probability.
         """
 
 

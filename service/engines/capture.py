@@ -26,25 +26,29 @@ def capture(
     k: int,
     tail_samples: int,
     uniforms_P: npt.NDArray[np.float64],
+    min_prob: float = 0.0,
     block_bytes: int | None = None,
 ) -> Rows:
     """Return the rows of raw logits, over the whole vocabulary and at temperature 1.
 
-    Ties go to the lowest ids. Entries of -inf enter neither the support nor the draws. A position with NaN,
-    +inf or nothing but -inf becomes an absent row. `block_bytes` bounds each float64 temporary.
+    Ties go to the lowest ids. Entries of the top k less probable than `min_prob`, but for the first, belong to the
+    tail, which is drawn from after that. Entries of -inf enter neither the support nor the draws. A position with
+    NaN, +inf or nothing but -inf becomes an absent row. `block_bytes` bounds each float64 temporary.
     """
     if block_bytes is None:
         block_bytes = GPU_BLOCK_BYTES if logits_PV.is_cuda else CPU_BLOCK_BYTES_PER_THREAD * torch.get_num_threads()
     size = max(1, block_bytes // (8 * logits_PV.shape[1]))
     return Rows.concatenate(
         [
-            _capture_block(logits_PV[start : start + size], k, tail_samples, uniforms_P[start : start + size])
+            _capture_block(logits_PV[start : start + size], k, tail_samples, min_prob, uniforms_P[start : start + size])
             for start in range(0, max(len(logits_PV), 1), size)
         ]
     )
 
 
-def _capture_block(logits_BV: Tensor, k: int, tail_samples: int, uniforms_B: npt.NDArray[np.float64]) -> Rows:
+def _capture_block(
+    logits_BV: Tensor, k: int, tail_samples: int, min_prob: float, uniforms_B: npt.NDArray[np.float64]
+) -> Rows:
     logits_BV = logits_BV.float()
     top_BH, top_ids_BH = logits_BV.topk(min(k + 1, logits_BV.shape[1]))
     # NaN ranks above +inf, so the first value tells
@@ -67,6 +71,14 @@ def _capture_block(logits_BV: Tensor, k: int, tail_samples: int, uniforms_B: npt
     cross_B1 = torch.linalg.vecdot(weights_BV, exponents_BV)[:, None]
     off_B1 = (shift_B1 - lse_B1).exp() * (cross_B1 + total_B1 * (shift_B1 - lse_B1))
     entropy_B1 = torch.special.entr(logprobs_BK.exp()).sum(1, keepdim=True) - off_B1
+
+    if min_prob > 0:
+        cut_BK = _improbable(values_BK, total_B1, shift_B1, min_prob)
+        moved_BK = values_BK.double().masked_fill(~cut_BK, -torch.inf)
+        _add_to_tail(weights_BV, shift_B1, ids_BK, moved_BK)
+        log_tail_B1 = torch.logaddexp(log_tail_B1, moved_BK.logsumexp(1, keepdim=True))
+        no_tail_B1 = log_tail_B1.isneginf()
+        values_BK, logprobs_BK = (column.masked_fill(cut_BK, -torch.inf) for column in (values_BK, logprobs_BK))
 
     draws_BN = _draw(weights_BV, uniforms_B, tail_samples) if tail_samples else None
     return Rows(
@@ -97,6 +109,25 @@ def _lowest_ids(logits_BV: Tensor, kth_B1: Tensor, k: int) -> Tensor:
     room_B1 = k - above_BV.sum(1, keepdim=True)
     kept_BV = above_BV | (equal_BV & (equal_BV.cumsum(1, dtype=torch.int32) <= room_B1))
     return kept_BV.nonzero()[:, 1].reshape(-1, k)
+
+
+def _improbable(values_BK: Tensor, total_B1: Tensor, shift_B1: Tensor, min_prob: float) -> Tensor:
+    """Tell which entries have a probability below `min_prob`; never the first of a row."""
+    top_B1 = values_BK[:, :1].double()
+    parts_BK = (values_BK.double() - top_B1).exp()
+    whole_B1 = parts_BK.sum(1, keepdim=True) + total_B1 * (shift_B1 - top_B1).exp()
+    cut_BK = parts_BK / whole_B1 < min_prob
+    cut_BK[:, 0] = False
+    return cut_BK
+
+
+def _add_to_tail(weights_BV: Tensor, shift_B1: Tensor, ids_BK: Tensor, moved_BK: Tensor) -> None:
+    """Give the ids whose values are finite in `moved_BK` their weights; the largest of a row becomes 1."""
+    first_B1 = moved_BK.amax(1, keepdim=True)
+    first_B1 = torch.where(first_B1.isneginf(), shift_B1, first_B1)
+    # where there was no tail, the shift is above all values and the weights are 0
+    weights_BV.mul_((shift_B1 - first_B1).clamp_(max=0).exp_())
+    weights_BV.scatter_(1, ids_BK, (moved_BK - first_B1).exp_())
 
 
 def _draw(weights_BV: Tensor, uniforms_B: npt.NDArray[np.float64], tail_samples: int) -> Tensor:

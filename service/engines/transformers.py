@@ -5,7 +5,8 @@ Shapes: B sequences of a batch, L tokens of the longest, D hidden size, P positi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 MAX_BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 LOGITS_BYTES = 512 * 2**20
 PROBE_TOKENS = 8
+
+ToRows = Callable[..., Rows]
 
 
 class TransformersEngine:
@@ -85,7 +88,9 @@ class TransformersEngine:
             software={"torch": torch.__version__, "transformers": transformers.__version__},
         )
 
-    def score(self, sequences: Sequence[Ids], *, k: int, tail_samples: int, seed: int) -> Iterator[tuple[int, Rows]]:
+    def score(
+        self, sequences: Sequence[Ids], *, k: int, tail_samples: int, seed: int, min_prob: float = 0.0
+    ) -> Iterator[tuple[int, Rows]]:
         """Yield each sequence's number and rows, from short to long; see `Engine.score`."""
         if not 1 <= k <= self.vocab_size:
             raise InvalidSetting(
@@ -93,18 +98,20 @@ class TransformersEngine:
             )
         if tail_samples < 0:
             raise InvalidSetting(f"tail_samples {tail_samples} is negative")
+        if not 0 <= min_prob <= 1:
+            raise InvalidSetting(f"min_prob {min_prob} is outside 0 .. 1")
         check_sequences(sequences, num_embeddings=self._num_embeddings, max_length=self.max_length)
-        return self._score(sequences, k, tail_samples, seed)
+        return self._score(sequences, partial(capture, k=k, tail_samples=tail_samples, min_prob=min_prob), seed)
 
-    def _score(self, sequences: Sequence[Ids], k: int, tail_samples: int, seed: int) -> Iterator[tuple[int, Rows]]:
+    def _score(self, sequences: Sequence[Ids], to_rows: ToRows, seed: int) -> Iterator[tuple[int, Rows]]:
         max_tokens = self._max_batch_tokens
         if self._head is None:
             max_tokens = min(max_tokens, LOGITS_BYTES // (4 * self.vocab_size))
         for batch in plan_batches([len(ids) for ids in sequences], max_tokens):
             chosen = [sequences[index] for index in batch]
-            yield from zip(batch, self._score_batch(chosen, k, tail_samples, seed), strict=True)
+            yield from zip(batch, self._score_batch(chosen, to_rows, seed), strict=True)
 
-    def _score_batch(self, sequences: Sequence[Ids], k: int, tail_samples: int, seed: int) -> list[Rows]:
+    def _score_batch(self, sequences: Sequence[Ids], to_rows: ToRows, seed: int) -> list[Rows]:
         counts = [len(ids) - 1 for ids in sequences]
         uniforms_P = np.concatenate(
             [tail_uniforms(seed, content_key(ids), count) for ids, count in zip(sequences, counts, strict=True)]
@@ -113,8 +120,7 @@ class TransformersEngine:
         done = 0
         with torch.inference_mode():
             for logits_PV in self._logits(sequences):
-                uniforms = uniforms_P[done : done + len(logits_PV)]
-                parts.append(capture(logits_PV, k=k, tail_samples=tail_samples, uniforms_P=uniforms))
+                parts.append(to_rows(logits_PV, uniforms_P=uniforms_P[done : done + len(logits_PV)]))
                 done += len(logits_PV)
         if done != sum(counts):
             raise EngineError(f"the model gave {done} rows for a batch that has {sum(counts)}")
