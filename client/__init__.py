@@ -16,6 +16,7 @@ from .errors import (
     ServerError,
     WaitTimeout,
 )
+from .sequences import Sequences
 from .stream import TopkStream, stream_topk
 from .views import Estimate, RequestView, Teacher
 
@@ -33,6 +34,7 @@ __all__ = [
     "OfflineMiss",
     "RequestFailed",
     "RequestView",
+    "Sequences",
     "ServerError",
     "Teacher",
     "TopkBatch",

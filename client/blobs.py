@@ -72,6 +72,12 @@ class BlobCache:
                 self._fetch(shard, path, transport)
         return path
 
+    def held(self, shard: ShardDescriptor) -> Path | None:
+        """Return the path of a shard's file when it is there."""
+        path = self.path(shard.digest)
+        with self._access():
+            return path if self._use(path, shard.bytes) else None
+
     def discard(self, digest: str) -> None:
         """Remove a blob that turned out to be damaged."""
         with self._access():

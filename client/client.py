@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..format_spec import Code, Manifest, Submission, digest_bytes, digest_file, is_digest, is_request_id
 from .blobs import DEFAULT_LIMIT_BYTES, BlobCache
@@ -24,6 +24,9 @@ from .errors import (
 from .transport import DEFAULT_RETRY_S, Transport, is_offline
 from .upload import as_parquet
 from .views import Estimate, RequestView, Teacher
+
+if TYPE_CHECKING:
+    from .sequences import Sequences
 
 FIRST_POLL_S = 0.1
 MAX_POLL_S = 2.0
@@ -140,6 +143,19 @@ class Client:
         if manifest.complete and not is_offline():
             self.cache.add_manifest(manifest)
         return manifest
+
+    def sequences(self, cache: str) -> Sequences:
+        """Return the sequences of a cache, as far as the teacher has come: any of them, without fetching its shard.
+
+        `cache` is a request id or a manifest digest. Close it before the client.
+
+        Raises:
+            CacheIncomplete: the request has no shard yet.
+        """
+        # it imports this module
+        from .sequences import Sequences
+
+        return Sequences(self, cache)
 
     def pull(
         self, cache: str, directory: Path | str, on_progress: Callable[[int, int], None] | None = None

@@ -13,6 +13,10 @@ from ..format_spec.output import print_fields, print_json, size_text
 from ..format_spec.request import AUTO, DEFAULT_K, DEFAULT_SHARD_POSITIONS, canonical_min_prob
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..format_spec import Fingerprint
+    from ..format_spec.summary import SequenceSummary, Summary
     from .client import Client
     from .views import Estimate, RequestView
 
@@ -21,6 +25,9 @@ if TYPE_CHECKING:
 # Someone sits in front of it and may have mistyped the url.
 RETRY_S = 20.0
 INSPECT_HELP = "say what a shard or a cache holds: identity, sizes, quality, an example row"
+WHAT_HELP = (
+    "a digest names a shard in the local cache; with --sequence also a manifest on the server, as a request does"
+)
 
 
 def register(subparsers: Subparsers) -> None:
@@ -43,11 +50,12 @@ def register(subparsers: Subparsers) -> None:
     pull.add_argument("cache", help="request id (waited for when it still runs) or manifest digest")
     pull.add_argument("directory", type=Path)
 
-    inspect = subparsers.add_parser("inspect", help="say what a shard or a cache holds", description=INSPECT_HELP)
-    inspect.add_argument("what", metavar="FILE|FOLDER|DIGEST", help="a digest names a shard in the local cache")
+    inspect = _verb(subparsers, "inspect", _inspect, INSPECT_HELP)
+    inspect.add_argument("what", metavar="FILE|FOLDER|DIGEST|REQUEST", help=WHAT_HELP)
+    inspect.add_argument(
+        "--sequence", type=int, metavar="N", help="one sequence alone, from 0 on; shards stay unfetched"
+    )
     inspect.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="show the example row's tokens as text")
-    inspect.add_argument("--json", action="store_true", help="print JSON on standard output")
-    inspect.set_defaults(handler=_inspect)
 
 
 def _register_submit(subparsers: Subparsers) -> None:
@@ -170,21 +178,53 @@ def _pull(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from ..format_spec.pieces import Pieces
-    from ..format_spec.progress import counting
-    from ..format_spec.shard_set import ShardSet
-    from ..format_spec.summary import summarise
-    from .blobs import BlobCache
-
-    shards = ShardSet(BlobCache().path(args.what) if is_digest(args.what) else Path(args.what))
-    pieces = None if args.tokenizer is None else Pieces(args.tokenizer, shards.metadata.fingerprint.tokenizer)
-    with counting("inspect") as report:
-        summary = summarise(shards, report)
+    summary, text = _summary(args) if args.sequence is None else _sequence_summary(args)
     if args.json:
         print_json(summary.to_json())
     else:
-        print("\n".join(summary.lines(str if pieces is None else pieces.text)))
+        print("\n".join(summary.lines(text)))
     return EXIT_OK
+
+
+def _summary(args: argparse.Namespace) -> tuple[Summary, Callable[[int], str]]:
+    """Return what a shard or a cache holds, and what shows a token."""
+    from ..format_spec.progress import counting
+    from ..format_spec.shard_set import ShardSet
+    from ..format_spec.summary import summarise
+
+    shards = ShardSet(_local_path(args.what))
+    text = _token_text(args.tokenizer, shards.metadata.fingerprint)
+    with counting("inspect") as report:
+        return summarise(shards, report), text
+
+
+def _sequence_summary(args: argparse.Namespace) -> tuple[SequenceSummary, Callable[[int], str]]:
+    """Return what one sequence holds, and what shows a token."""
+    from ..format_spec.shard_set import ShardSet
+    from ..format_spec.summary import SequenceSummary
+
+    path = _local_path(args.what)
+    if not path.exists() and (is_digest(args.what) or is_request_id(args.what)):
+        with _client(args) as client, client.sequences(args.what) as sequences:
+            text = _token_text(args.tokenizer, sequences.manifest.fingerprint)
+            sequence = sequences.read(args.sequence)
+    else:
+        shards = ShardSet(path)
+        text = _token_text(args.tokenizer, shards.metadata.fingerprint)
+        sequence = shards.sequence(args.sequence)
+    return SequenceSummary.of(args.what, args.sequence, sequence), text
+
+
+def _token_text(tokenizer: Path | None, maker: Fingerprint) -> Callable[[int], str]:
+    from ..format_spec.pieces import Pieces
+
+    return str if tokenizer is None else Pieces(tokenizer, maker.tokenizer).text
+
+
+def _local_path(what: str) -> Path:
+    from .blobs import BlobCache
+
+    return BlobCache().path(what) if is_digest(what) else Path(what)
 
 
 def _only_teacher(client: Client) -> str:

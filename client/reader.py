@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ from ..format_spec import (
     UnsupportedVersion,
 )
 from .batch import RowKind, TopkBatch, columns_of, new_batch, settle
-from .errors import IntegrityError
+from .errors import CacheIncomplete, ConfigError, IntegrityError
 from .source import Source, covered
 
 MAX_OPEN_SHARDS = 128
@@ -68,6 +68,12 @@ class SequenceReader:
             settle(batch, b, columns)
         return batch
 
+    def find(self, key: bytes) -> Iterator[int]:
+        """Yield the numbers of the sequences with this content key."""
+        for shard in self._manifest.shards:
+            for number in self._try(shard.first, lambda opened, _: opened.find(key)):
+                yield shard.first + number
+
     def close(self) -> None:
         """Close the shards."""
         while self._open:
@@ -75,7 +81,7 @@ class SequenceReader:
 
     def _try(self, number: int, read: Callable[[Shard, int], Read]) -> Read:
         """Return what `read` makes of a sequence's shard and its number there, having damage repaired."""
-        shard = self._manifest.shards[int(np.searchsorted(self._firsts, number, side="right")) - 1]
+        shard = self._locate(number)
         where = f"sequence {number} (number {number - shard.first} of shard {shard.digest})"
         for attempt in range(ATTEMPTS):
             try:
@@ -89,6 +95,14 @@ class SequenceReader:
                 self._source.repair(shard, error)
         raise AssertionError("unreachable")
 
+    def _locate(self, number: int) -> ShardDescriptor:
+        if not 0 <= number < self._manifest.sequences:
+            raise ConfigError(f"sequence {number} of a cache of {self._manifest.sequences}")
+        place = int(np.searchsorted(self._firsts, number, side="right")) - 1
+        if place < 0 or number >= self._firsts[place] + self._manifest.shards[place].sequences:
+            raise CacheIncomplete(f"the teacher has not come to sequence {number} yet")
+        return self._manifest.shards[place]
+
     def _load(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._firsts = np.array([shard.first for shard in manifest.shards], np.int64)
@@ -98,15 +112,23 @@ class SequenceReader:
         shard = self._open.get(descriptor.digest)
         if shard is None:
             shard = self._source.open(descriptor)
+            try:
+                self._check(shard, descriptor)
+            except IntegrityError:
+                shard.close()
+                raise
             self._open[descriptor.digest] = shard
-            self._check(shard, descriptor)
             if len(self._open) > MAX_OPEN_SHARDS:
                 self._open.popitem(last=False)[1].close()
         self._open.move_to_end(descriptor.digest)
         return shard
 
     def _check(self, shard: Shard, descriptor: ShardDescriptor) -> None:
-        if shard.num_sequences != descriptor.sequences or shard.metadata.fingerprint != self._manifest.fingerprint:
+        request, own = self._manifest.request, shard.metadata
+        said = (self._manifest.fingerprint, request.k, request.tail_samples, request.profile)
+        held = (own.fingerprint, own.k, own.tail_samples, own.profile)
+        counts = (shard.num_sequences, shard.num_positions)
+        if held != said or counts != (descriptor.sequences, descriptor.positions):
             raise IntegrityError(f"shard {descriptor.digest} is sound, but is not what its manifest says")
 
     def _drop(self, descriptor: ShardDescriptor) -> None:

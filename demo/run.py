@@ -14,6 +14,7 @@ from typing import Any
 from ..client import Client, RequestView
 from ..format_spec import FORMAT_VERSION, Example, Manifest, write_dataset
 from ..format_spec.progress import progress
+from ..format_spec.request import SPEC_VERSION
 from .evaluate import Score, evaluate
 from .model import default_cache_dir, ensure_model
 from .peak import measure, save_inputs
@@ -43,8 +44,8 @@ class DemoConfig:
 
 
 def default_folder() -> Path:
-    """Return where the demo keeps its cache and its students; a cache of another format is of no use to it."""
-    return default_cache_dir() / f"demo-{FORMAT_VERSION}"
+    """Return where the demo keeps its cache and its students; one of another format or other requests is of no use."""
+    return default_cache_dir() / f"demo-{FORMAT_VERSION}-{SPEC_VERSION}"
 
 
 def run_demo(config: DemoConfig, say: Say) -> Report:

@@ -9,7 +9,7 @@ What such a data set has lost, and an import cannot bring back:
 
 * Values but the exact ones are a fit. With the config that DistillKit recommends, at k = 100, the divergence from the
   teacher is 4.9e-3 nats in the mean and 2.5e-2 at most, and single logprobs are off by up to 7.7 nats (on another
-  machine 2.2e-4, 5.2e-3 and 0.9: the fit is ill-conditioned in float32); with normalize_t 1.1e-4 and 4.8e-3. (The
+  machine 2.2e-4, 5.2e-3 and 0.9: its fit seems ill-conditioned in float32); with normalize_t 1.1e-4 and 4.8e-3. (The
   bf16 profile: 8.8e-6.) A fit may rise along a row, in a third of the rows it
   does: rows are put in order by the decoded values. What it takes above 0 is set to 0.
 * There is no tail mass: it is computed from the decoded values and is as wrong as they are; a row of which they add up

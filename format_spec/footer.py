@@ -52,13 +52,17 @@ def check_head(data: bytes) -> tuple[int, int]:
     if len(data) < HEADER_SIZE or data[:4] != HEADER_MAGIC:
         raise NotAShard(f"does not begin with {HEADER_MAGIC!r} and a head of {HEADER_SIZE} bytes (SPEC 3.1)")
     _, major, minor, features, reserved = struct.unpack(HEADER_FORMAT, data)
+    _check_version(major, features)
+    if reserved:
+        raise NotAShard("the reserved bytes of the head are not zero (SPEC 3.4)")
+    return minor, features
+
+
+def _check_version(major: int, features: int) -> None:
     if major != FORMAT_MAJOR:
         raise UnsupportedVersion(f"format {major}.x is not {FORMAT_MAJOR}.x, which is read here (SPEC 3.2)")
     if unknown := features & ~KNOWN_FEATURES:
         raise UnsupportedFeature(f"required features {unknown:#x} are not known to this reader (SPEC 3.3)")
-    if reserved:
-        raise NotAShard("the reserved bytes of the head are not zero (SPEC 3.4)")
-    return minor, features
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +83,8 @@ class Trailer:
         return self.metadata_bytes + self.table_bytes + self.sequences * INDEX_DTYPE.itemsize
 
     @classmethod
-    def from_bytes(cls, data: bytes, file_size: int, head: tuple[int, int]) -> Trailer:
-        """Read the trailer of a file of `file_size` bytes whose head states (minor, features).
+    def from_bytes(cls, data: bytes, file_size: int, head: tuple[int, int] | None) -> Trailer:
+        """Read the trailer of a file of `file_size` bytes whose head states (minor, features); None: it was not read.
 
         Raises:
             NotAShard, TruncatedShard, UnsupportedVersion, CorruptFooter, LimitExceeded: by clause of SPEC 8.
@@ -101,6 +105,9 @@ class Trailer:
             reserved,
             _,
         ) = struct.unpack(TRAILER_FORMAT, data)
+        if head is None:
+            _check_version(major, features)
+            head = minor, features
         if size != file_size:
             raise TruncatedShard(f"the trailer says {size} bytes, the file has {file_size} (SPEC 8.2)")
         if (major, (minor, features), reserved) != (FORMAT_MAJOR, head, 0):

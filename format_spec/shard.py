@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -102,10 +102,12 @@ class Shard:
         ShardError: the subclass that names the broken clause of SPEC.md.
     """
 
+    _data = b""
+    _fd: int | None = None
+    _fetch: Callable[[int, int], bytes] | None = None
+
     def __init__(self, data: bytes) -> None:
-        self._fd: int | None = None
-        self._data = data
-        self.size = len(data)
+        self._data, self.size = data, len(data)
         self._load()
 
     @classmethod
@@ -114,12 +116,23 @@ class Shard:
         shard = cls.__new__(cls)
         shard._fd = os.open(path, os.O_RDONLY)
         try:
-            shard._data = b""
             shard.size = os.fstat(shard._fd).st_size
             shard._load()
         except BaseException:
             shard.close()
             raise
+        return shard
+
+    @classmethod
+    def ranged(cls, size: int, fetch: Callable[[int, int], bytes]) -> Shard:
+        """Open a shard of `size` bytes far away, of which `fetch(offset, length)` gives a part.
+
+        It is called once for the last 64 KiB, again where the footer is larger, and then once for each sequence
+        read; the head stays unread (SPEC 8.6). That the bytes are those of a digest cannot be told from parts.
+        """
+        shard = cls.__new__(cls)
+        shard._fetch, shard.size = fetch, size
+        shard._load()
         return shard
 
     @property
@@ -262,18 +275,21 @@ class Shard:
         return frame
 
     def _read(self, offset: int, length: int) -> bytes:
-        data = self._data[offset : offset + length] if self._fd is None else os.pread(self._fd, length, offset)
+        if self._fetch is not None:
+            data = self._fetch(offset, length)
+        else:
+            data = self._data[offset : offset + length] if self._fd is None else os.pread(self._fd, length, offset)
         if len(data) != length:
             raise TruncatedShard(f"{length} bytes at {offset} are not all there: got {len(data)} (SPEC 8.2)")
         return data
 
     def _load(self) -> None:
-        head = check_head(self._read(0, min(HEADER_SIZE, self.size)))
+        head = None if self._fetch is not None else check_head(self._read(0, min(HEADER_SIZE, self.size)))
         tail_bytes = min(TAIL_READ_BYTES, self.size)
         tail = self._read(self.size - tail_bytes, tail_bytes)
         trailer = Trailer.from_bytes(tail[-TRAILER_SIZE:], self.size, head)
-        if trailer.footer_bytes > len(tail) - TRAILER_SIZE:
-            tail = self._read(trailer.offset, trailer.footer_bytes + TRAILER_SIZE)
+        if (missing := trailer.footer_bytes + TRAILER_SIZE - len(tail)) > 0:
+            tail = self._read(trailer.offset, missing) + tail
         footer = Footer.from_bytes(tail[-TRAILER_SIZE - trailer.footer_bytes : -TRAILER_SIZE], trailer)
         self.metadata, self.index, self.table = footer.metadata, footer.index, footer.table
         self._decoder = FrameDecoder(footer.metadata, footer.table)

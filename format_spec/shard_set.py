@@ -74,6 +74,20 @@ class ShardSet:
         except OSError as error:
             raise SourceError.of(member.path, error) from error
 
+    def sequence(self, number: int) -> ScoredSequence:
+        """Return sequence `number` of them all.
+
+        Raises:
+            SourceError: there are not so many.
+        """
+        first = 0
+        for member in self.members if number >= 0 else ():
+            with self.open(member) as shard:
+                if number < first + shard.num_sequences:
+                    return shard.read(number - first)
+                first += shard.num_sequences
+        raise SourceError(f"{self.path} has {self.num_sequences} sequences, none of the number {number}")
+
     def sequences(self, report: Report | None = None) -> Iterator[ScoredSequence]:
         """Yield the sequences of all shards."""
         done = 0

@@ -10,7 +10,7 @@ from .example_row import ExampleRow
 from .manifest import MASS_BINS, QualityTally
 from .metadata import ShardMetadata
 from .output import size_text
-from .rows import PAD_ID, Rows
+from .rows import PAD_ID, Rows, ScoredSequence
 from .shard_set import Report, ShardSet
 
 BAR = 40
@@ -66,8 +66,7 @@ class Summary:
         """Yield the summary for people; `text` shows a token."""
         yield from self._identity()
         yield f"rows       {self.rows}, {self.absent_rows} absent; {self.full_share:.1%} of the others full"
-        entropy = "not stored" if self.mean_entropy is None else f"{self.mean_entropy:.4f} nats in the mean"
-        yield f"entropy    {entropy}"
+        yield f"entropy    {_entropy_text(self.mean_entropy)}"
         yield f"support    holds {self.mean_support_mass:.4f} of the mass in the mean; rows by that share:"
         yield from self._histogram()
         yield "columns    compressed"
@@ -102,6 +101,55 @@ class Summary:
         for name, size in sizes.items():
             share = f"{size / self.num_bytes:6.1%}"
             yield f"  {name:15} {size_text(size):>10} {size / self.positions:8.2f} bytes a token {share}"
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSummary:
+    """One sequence of a shard or a cache; means are over the rows that are not absent, `mean_entropy` in nats."""
+
+    path: str
+    sequence: int
+    key: str
+    input_ids: tuple[int, ...]
+    rows: int
+    absent_rows: int
+    counted_rows: int
+    mean_support_mass: float
+    mean_entropy: float | None
+    example: ExampleRow | None
+
+    @classmethod
+    def of(cls, path: str, number: int, sequence: ScoredSequence) -> SequenceSummary:
+        """Return the summary of sequence `number` of what `path` names."""
+        tally = QualityTally()
+        tally.add(sequence.rows)
+        present = max(tally.rows - tally.absent_rows, 1)
+        return cls(
+            path=path,
+            sequence=number,
+            key=sequence.key.hex(),
+            input_ids=tuple(sequence.input_ids_L.tolist()),
+            rows=tally.rows,
+            absent_rows=tally.absent_rows,
+            counted_rows=int(sequence.counted_P.sum()),
+            mean_support_mass=tally.mass / present,
+            mean_entropy=None if sequence.rows.entropy_P is None else tally.entropy / present,
+            example=ExampleRow.of(number, sequence),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object of the summary."""
+        return asdict(self)
+
+    def lines(self, text: Callable[[int], str]) -> Iterator[str]:
+        """Yield the summary for people; `text` shows a token."""
+        yield f"path       {self.path}"
+        yield f"sequence   {self.sequence} with {len(self.input_ids)} tokens, key {self.key}"
+        yield f"rows       {self.rows}, {self.absent_rows} absent, {self.counted_rows} count in a loss"
+        yield f"entropy    {_entropy_text(self.mean_entropy)}"
+        yield f"support    holds {self.mean_support_mass:.4f} of the mass in the mean"
+        if self.example is not None:
+            yield from self.example.lines(text)
 
 
 def summarise(shards: ShardSet, report: Report | None = None) -> Summary:
@@ -141,6 +189,10 @@ def summarise(shards: ShardSet, report: Report | None = None) -> Summary:
         support_mass_histogram=tuple(tally.histogram),
         example=example,
     )
+
+
+def _entropy_text(mean: float | None) -> str:
+    return "not stored" if mean is None else f"{mean:.4f} nats in the mean"
 
 
 def _full_rows(rows: Rows) -> int:

@@ -45,8 +45,14 @@ class Cache:
         return replace(self.manifest, shards=self.manifest.shards[:shards], complete=False)
 
 
-def make_cache(sizes: tuple[int, ...] = (3, 4, 2), *, seed: int = 0, tail_samples: int = 4) -> Cache:
-    """A cache whose shards hold so many sequences."""
+def make_cache(
+    sizes: tuple[int, ...] = (3, 4, 2),
+    *,
+    seed: int = 0,
+    tail_samples: int = 4,
+    made: list[ScoredSequence] | None = None,
+) -> Cache:
+    """A cache whose shards hold so many sequences, random ones unless given."""
     request = CacheRequest(
         teacher=fingerprint().teacher,
         data=digest_bytes(b"data %d" % seed),
@@ -61,7 +67,8 @@ def make_cache(sizes: tuple[int, ...] = (3, 4, 2), *, seed: int = 0, tail_sample
         shard_positions=100,
     )
     total = sum(sizes)
-    made = [sequence(1000 * seed + i, 5 + (7 * i) % 11, tail_samples=tail_samples) for i in range(total)]
+    if made is None:
+        made = [sequence(1000 * seed + i, 5 + (7 * i) % 11, tail_samples=tail_samples) for i in range(total)]
     blobs, shards, tally, first = [], [], QualityTally(), 0
     for size in sizes:
         part = made[first : first + size]
@@ -217,14 +224,14 @@ class Handler(BaseHTTPRequestHandler):
         if data is None:
             return self.send_problem(Code.NOT_FOUND)
         etag = f'"{digest}"'
-        wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if wanted is None or self.headers.get("If-Range", etag) != etag:
             return self.send_body(200, data, ETag=etag)
-        first = int(wanted[1])
+        first, last = int(wanted[1]), min(int(wanted[2] or len(data)), len(data) - 1)
         if first >= len(data):
             return self.send_problem(Code.RANGE_NOT_SATISFIABLE)
-        place = f"bytes {first}-{len(data) - 1}/{len(data)}"
-        return self.send_body(206, data[first:], ETag=etag, Content_Range=place)
+        place = f"bytes {first}-{last}/{len(data)}"
+        return self.send_body(206, data[first : last + 1], ETag=etag, Content_Range=place)
 
     def _put(self, digest: str) -> None:
         if digest_bytes(self.received) != digest:
@@ -342,14 +349,14 @@ def cut_after(num_bytes: int) -> Fault:
     def fault(handler: Handler) -> None:
         digest = handler.path.rpartition("/")[2]
         data = handler.owner.blobs[digest]
-        wanted = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range", ""))
-        first = int(wanted[1]) if wanted else 0
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", handler.headers.get("Range", ""))
+        first, end = (int(wanted[1]), int(wanted[2] or len(data) - 1) + 1) if wanted else (0, len(data))
         handler.send_response(206 if wanted else 200)
-        handler.send_header("Content-Length", str(len(data) - first))
+        handler.send_header("Content-Length", str(end - first))
         if wanted:
-            handler.send_header("Content-Range", f"bytes {first}-{len(data) - 1}/{len(data)}")
+            handler.send_header("Content-Range", f"bytes {first}-{end - 1}/{len(data)}")
         handler.end_headers()
-        handler.wfile.write(data[first : first + num_bytes])
+        handler.wfile.write(data[first : min(first + num_bytes, end)])
         handler.hang_up()
 
     return fault

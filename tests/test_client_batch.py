@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
-from format_samples import sequence
+from format_samples import fingerprint, sequence, shard_bytes
+from tiny_cache import write_cache
 
 from teachercache.client import TopkBatch, collate
-from teachercache.format_spec import PAD_ID, InvalidRows, ScoredSequence
+from teachercache.client.directory import CacheDirectory
+from teachercache.client.reader import SequenceReader
+from teachercache.client.source import DirectorySource
+from teachercache.format_spec import PAD_ID, InvalidRows, ScoredSequence, Shard, ShardMetadata, ShardWriter
+from teachercache.format_spec.cache_folder import read_manifest, shard_path
 
 
 def check_row(batch: TopkBatch, b: int, item: ScoredSequence) -> None:
@@ -94,3 +100,36 @@ def test_mixed_columns_are_refused() -> None:
         collate([plain, sequence(0, 5, k=3)])
     with pytest.raises(InvalidRows, match="at least one"):
         collate([])
+
+
+def test_a_batch_read_from_shards_is_that_of_its_sequences(tmp_path: Path) -> None:
+    items = [sequence(i, 4 + 3 * i, absent=0.3, no_tail=0.3) for i in range(6)]
+    reader = SequenceReader(
+        DirectorySource(CacheDirectory(write_cache(tmp_path / "cache", items, maker=fingerprint())))
+    )
+    for numbers in ([5, 0, 3], [2], []):
+        read = reader.read_batch(numbers, like=4, batch_size=4, cursor=7, epoch=2)
+        stored = [reader.read(number) for number in numbers]
+        made = collate(stored, batch_size=4, like=reader.read(4), cursor=7, epoch=2)
+        for field in fields(read):
+            np.testing.assert_array_equal(getattr(read, field.name), getattr(made, field.name), strict=True)
+        for b, item in enumerate(stored):
+            check_row(read, b, item)
+    reader.close()
+
+
+def test_shards_with_other_columns_do_not_share_a_batch(tmp_path: Path) -> None:
+    items = [sequence(i, 6) for i in range(2)]
+    folder = write_cache(tmp_path / "cache", items, maker=fingerprint(), shards=2)
+    manifest = read_manifest(folder)
+    columns = tuple(column for column in Shard(shard_bytes(items[1])).metadata.columns if column.name != "logsumexp")
+    with shard_path(folder, manifest.shards[1].digest).open("wb") as file:
+        writer = ShardWriter(file, ShardMetadata(fingerprint(), 5, 4, columns=columns))
+        writer.add(items[1])
+        writer.finish()
+    reader = SequenceReader(DirectorySource(CacheDirectory(folder)))
+    assert reader.read_batch([1], like=1, batch_size=1).logsumexp_BP is None
+    for numbers in ([0, 1], [1, 0]):
+        with pytest.raises(InvalidRows, match="some sequences of the batch have logsumexp, others have not"):
+            reader.read_batch(numbers, like=numbers[0], batch_size=2)
+    reader.close()

@@ -24,6 +24,7 @@ def test_public_names_are_these() -> None:
         "OfflineMiss",
         "RequestFailed",
         "RequestView",
+        "Sequences",
         "ServerError",
         "Teacher",
         "TopkBatch",

@@ -109,6 +109,14 @@ def test_ranks_share_the_cache(pulled: Path) -> None:
     assert not batches[-1].counted_BP.any()
 
 
+def test_a_rank_fetches_the_shards_it_needs_and_no_other(served: FaultyServer) -> None:
+    """Sequence 7 is this rank's; of 8 to 13 none is left for it, and any of them says what its rows would have."""
+    with stream_topk(served.url, CACHE.id, batch_size=1, shuffle=False, world_size=8, rank=7) as stream:
+        assert [numbers([batch]) for batch in stream] == [[7], []]
+    (third,) = (path for method, path, _ in served.log if method == "GET" and "/v1/blobs/" in path)
+    assert third.endswith(CACHE.manifest.shards[2].digest)
+
+
 def test_resume_with_another_world_size(pulled: Path) -> None:
     with stream_topk(pulled, batch_size=3, seed=1, epochs=2) as whole:
         expected = numbers(whole)

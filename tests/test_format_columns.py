@@ -120,6 +120,12 @@ def test_other_names_are_refused() -> None:
         with pytest.raises(ColumnError, match=name):
             shard.read_into(1, arrays | {name: np.zeros(9, np.int32)})
         assert (arrays["input_ids"] == 0x55555555).all()
+    parts = Parts.of(DATA)
+    parts = parts.with_fields(columns=[*parts.fields["columns"], {"name": "later", "planes": 1, "transform": "new"}])
+    newer = Shard(parts.with_frame(parts.frames[1].with_streams([*parts.frames[1].streams, b""]), 1).build())
+    assert set(newer.read_columns(1)) == set(COLUMNS)
+    with pytest.raises(ColumnError, match="no column 'later' to read"):
+        newer.read_columns(1, ["later"])
     for number in (-1, 2):
         with pytest.raises(IndexError, match=f"sequence {number} of a shard of 2"):
             plain.read_columns(number, ["input_ids"])

@@ -123,6 +123,42 @@ def test_every_flipped_bit_is_refused() -> None:
                 list(Shard(bytes(damaged)))
 
 
+def test_every_flipped_bit_of_what_ranges_give_is_refused_or_says_nothing() -> None:
+    """The head is not read, and the minor version of the trailer changes nothing of what is."""
+    items = (sequence(1, 12), sequence(2, 5))
+    data = shard_bytes(*items)
+    minor = range(len(data) - TRAILER_SIZE + 54, len(data) - TRAILER_SIZE + 56)
+    for i in range(len(data)):
+        for bit in range(8):
+            damaged = bytearray(data)
+            damaged[i] ^= 1 << bit
+
+            def fetch(offset: int, length: int, damaged: bytes = bytes(damaged)) -> bytes:
+                assert offset >= HEADER_SIZE or length == len(data)
+                return damaged[offset : offset + length]
+
+            if i < HEADER_SIZE or i in minor:
+                for stored, item in zip(Shard.ranged(len(data), fetch), items, strict=True):
+                    assert_same(stored, item)
+            else:
+                with pytest.raises(ShardError):
+                    list(Shard.ranged(len(data), fetch))
+
+
+def test_without_the_head_the_trailer_says_the_version() -> None:
+    data = shard_bytes(sequence(1))
+    for field, error in ((52, UnsupportedVersion), (48, UnsupportedFeature), (60, NotAShard)):
+        # the size is wrong, too: another version may have something else there
+        damaged = bytearray(patched(data, len(data) - TRAILER_SIZE + 40, b"\xff"))
+        damaged[len(data) - TRAILER_SIZE + field] ^= 0x80
+        with pytest.raises(error):
+            Shard.ranged(len(data), lambda offset, length, damaged=bytes(damaged): damaged[offset : offset + length])
+    with pytest.raises(TruncatedShard, match="got 0"):
+        Shard.ranged(len(data), lambda offset, length: b"")
+    with pytest.raises(NotAShard):
+        Shard.ranged(0, lambda offset, length: b"")
+
+
 def test_every_truncation_and_any_extra_byte_is_refused() -> None:
     data = shard_bytes(sequence(1, 12), sequence(2, 5))
     for length in range(len(data)):

@@ -18,10 +18,12 @@ from test_docs import blocks
 from tiny_cache import write_cache
 
 from teachercache.client import Client, stream_topk
+from teachercache.client.transport import Transport
 from teachercache.demo.evaluate import evaluate
 from teachercache.demo.run import DemoConfig, Tokens, tokens_of
 from teachercache.demo.server import serve, wait_until_teacher_left
-from teachercache.format_spec import Example, Manifest, Shard, write_dataset
+from teachercache.format_spec import Example, Manifest, Shard, content_key, write_dataset
+from teachercache.format_spec.shard_set import ShardSet
 from teachercache.trainer import Student, TrainConfig, train
 from teachercache.trainer.metrics import read_metrics
 
@@ -153,6 +155,30 @@ def test_the_loop_in_the_readme_trains(
     exec(code.replace("http://127.0.0.1:8765", url).replace('"cuda"', '"cpu"'), names)
     assert torch.isfinite(names["loss"])
     assert student.lm_head.weight.grad.abs().sum() > 0
+
+
+def test_one_sequence_costs_two_ranged_reads(
+    served: tuple[str, str], train_ids: Tokens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    opened = Transport.open
+
+    def counted(self: Transport, method: str, path: str, **options: Any) -> Any:
+        asked.append(path)
+        return opened(self, method, path, **options)
+
+    with Client(served[0], cache_dir=tmp_path / "cache") as client, client.sequences(served[1]) as sequences:
+        client.pull(served[1], tmp_path / "pulled")
+        monkeypatch.setattr(Transport, "open", counted)
+        last = sequences.read(len(sequences) - 1)
+        assert len(asked) == 2 and len(set(asked)) == 1 and "/v1/blobs/sha256:" in f"/{asked[0]}"
+        (number,) = sequences.find(content_key(train_ids[-1]))
+        assert number == len(train_ids) - 1
+        assert list((tmp_path / "cache").glob("blobs/**/*")) == []
+    assert last.input_ids_L.tolist() == train_ids[-1]
+    stored = ShardSet(tmp_path / "pulled").sequence(number)
+    for field in fields(last.rows):
+        np.testing.assert_array_equal(getattr(last.rows, field.name), getattr(stored.rows, field.name))
 
 
 @pytest.mark.slow
