@@ -6,7 +6,7 @@ Shapes: P positions, V vocabulary, H hidden width, K support entries, N tail sam
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,10 +14,36 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from teachercache.trainer.kl import TeacherRows, topk_kl
+from teachercache.trainer.kl.objective import SYMMETRIC_TAILS, TEMPERED_TAILS, Objective, TailTerm
 from teachercache.trainer.kl.packing import pack
-from teachercache.trainer.kl.reference import dense_loss
+from teachercache.trainer.kl.reference import dense_logits, dense_loss
 
-TAILS = ("sampled", "bucket", "truncated")
+TAILS = get_args(TailTerm)
+# Every divergence with every tail that it is defined for; the name of a forward one is its tail's.
+MODES = (*TAILS, *(f"{divergence}-{tail}" for divergence in ("reverse", "jsd") for tail in SYMMETRIC_TAILS))
+# Those that look at the whole vocabulary.
+FULL_MODES = tuple(mode for mode in MODES if not mode.endswith("renorm_both"))
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scaled": {"logit_scale": 0.7},
+    "capped": {"softcap": 3.0},
+    "tempered": {"temperature": 2.0},
+    "t2": {"temperature": 0.6, "t2_scaling": True, "logit_scale": 1.2, "softcap": 5.0},
+    "mixed": {"ce_weight": 0.3},
+    "everything": {"ce_weight": 0.3, "logit_scale": 1.3, "softcap": 4.0},
+    "labels": {"ce_weight": 1.0, "softcap": 4.0},
+}
+# What an error may exceed plain PyTorch's by.
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-3}
+
+
+def go_together(mode: str, shape: str) -> bool:
+    """Whether these logits are allowed under that mode."""
+    tempered, mixed = "temperature" in SHAPES[shape], "ce_weight" in SHAPES[shape]
+    return (not tempered or mode.endswith(TEMPERED_TAILS)) and (not mixed or mode in FULL_MODES)
+
+
+SHAPED_MODES = [(mode, shape) for mode in MODES for shape in SHAPES if go_together(mode, shape)]
 
 
 @dataclass(frozen=True)
@@ -66,14 +92,25 @@ class Case:
         """Loss and gradients of the dense definition in float64, for the inputs that `dtype` can hold."""
         return self.rounded(dtype).run(impl="reference", **options)
 
-    def plain(self, dtype: torch.dtype, *, tail: str, labels: Tensor | None = None, ce_weight: float = 0.0) -> Result:
+    def plain(self, dtype: torch.dtype, *, labels: Tensor | None = None, **settings: Any) -> Result:
         """What one would have written: a linear layer in `dtype`, the dense loss on its output in float32."""
         hidden, weight, bias = self.leaves(dtype)
-        ones = torch.ones(len(hidden), device=hidden.device)
-        packed = pack(self.rows, ones, labels, ignore_index=-100, tail=tail, ce_weight=ce_weight)
-        part = packed.part(slice(None))
-        logits = F.linear(hidden, weight, bias)[part.positions_C].float()
-        return differentiate(dense_loss(logits, part).mean(), hidden, weight, bias)
+        objective = Objective(**settings)
+        packed = pack(self.rows, None, labels, ignore_index=-100, objective=objective, dtype=torch.float32)
+        part = packed.part(slice(0, len(packed)))
+        logits = dense_logits(F.linear(hidden, weight, bias)[part.index_C].float(), objective)
+        return differentiate(dense_loss(logits, part).mean() * objective.factor, hidden, weight, bias)
+
+
+def options(case: Case, mode: str, shape: str = "plain", **more: Any) -> dict[str, Any]:
+    """The arguments of `topk_kl` for this mode, with labels where it reads them."""
+    divergence, _, tail = mode.rpartition("-")
+    settings: dict[str, Any] = {"tail": tail, **SHAPES[shape], **more}
+    if divergence:
+        settings |= {"divergence": divergence} | ({"beta": 0.3} if divergence == "jsd" else {})
+    if tail == "to_label" or settings.get("ce_weight"):
+        settings["labels"] = case.labels
+    return settings
 
 
 def differentiate(loss: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Result:
@@ -141,6 +178,15 @@ def assert_close(actual: Result, expected: Result, *, relative: float) -> None:
     for name, value in expected.items():
         error = (getattr(actual, name).double() - value.double()).norm()
         assert error <= relative * max(1.0, float(value.norm())), f"{name} is off by {error:.2e}"
+
+
+def assert_no_worse_than_plain(actual: Result, plain: Result, truth: Result, tolerance: float) -> None:
+    """Norm-wise and at the worst element: no larger an error than plain PyTorch's in that dtype."""
+    for name, expected in truth.items():
+        error, allowed = ((getattr(result, name).double() - expected).abs() for result in (actual, plain))
+        for measure in (torch.linalg.vector_norm, torch.max):
+            bound = measure(allowed) + tolerance * max(1e-3, float(measure(expected.abs())))
+            assert measure(error) <= bound, f"{name}: {measure(error):.2e} > {bound:.2e}"
 
 
 @pytest.mark.parametrize("ragged", [False, True])

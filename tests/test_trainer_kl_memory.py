@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_flatten
 
 from teachercache.trainer.kl import fused, topk_kl
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 POSITIONS, VOCAB, WIDTH = 100, 1009, 32
 CHUNK_BYTES = 60_000
 HEAD_BYTES = VOCAB * WIDTH * 4

@@ -15,6 +15,8 @@ from torch import Tensor
 from teachercache.trainer.kl import TeacherRows, topk_kl
 from teachercache.trainer.kl.targets import build_targets
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NATS_32 = 5e-6
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from teachercache.trainer.kl import KLStats, TeacherRows, targets, topk_kl
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def kl(logits: Tensor, rows: TeacherRows, tail: str, **options: object) -> Tensor:
     """The loss of each row of logits, summed: the head is the identity."""

@@ -13,6 +13,8 @@ from torch import Tensor
 from teachercache.trainer import kl
 from teachercache.trainer.kl import TeacherRows, checks, topk_kl
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CASE = make_case(positions=6, vocab=20, k=3, samples=2)
 ROWS = CASE.rows
 LABELS = CASE.labels.clamp(min=0)
