@@ -102,15 +102,37 @@ class Case:
         return differentiate(dense_loss(logits, part).mean() * objective.factor, hidden, weight, bias)
 
 
-def options(case: Case, mode: str, shape: str = "plain", **more: Any) -> dict[str, Any]:
-    """The arguments of `topk_kl` for this mode, with labels where it reads them."""
+def arguments(mode: str, labels: Tensor, shape: str = "plain", **more: Any) -> dict[str, Any]:
+    """The arguments of `topk_kl` for this mode; labels only where it reads them."""
     divergence, _, tail = mode.rpartition("-")
-    settings: dict[str, Any] = {"tail": tail, **SHAPES[shape], **more}
+    chosen: dict[str, Any] = {"tail": tail, **SHAPES[shape], **more}
     if divergence:
-        settings |= {"divergence": divergence} | ({"beta": 0.3} if divergence == "jsd" else {})
-    if tail == "to_label" or settings.get("ce_weight"):
-        settings["labels"] = case.labels
-    return settings
+        chosen |= {"divergence": divergence} | ({"beta": 0.3} if divergence == "jsd" else {})
+    if tail == "to_label" or chosen.get("ce_weight"):
+        chosen["labels"] = labels
+    return chosen
+
+
+def options(case: Case, mode: str, shape: str = "plain", **more: Any) -> dict[str, Any]:
+    """The same with a case's labels."""
+    return arguments(mode, case.labels, shape, **more)
+
+
+def from_logits(logits: Tensor, rows: TeacherRows, dtype: torch.dtype, **chosen: Any) -> tuple[Tensor, Tensor]:
+    """The summed loss and its gradient in the logits: hidden states are the logits, the head is the identity."""
+    hidden = logits.detach().to(dtype, copy=True).requires_grad_()
+    loss = topk_kl(hidden, torch.eye(logits.shape[1], dtype=dtype), rows, reduction="sum", **chosen)
+    loss.backward()
+    assert hidden.grad is not None
+    return loss.detach(), hidden.grad
+
+
+def rows_of(
+    ids: list[list[int]], probabilities: list[list[float]], log_tail: list[float], draws: list[list[int]]
+) -> TeacherRows:
+    """Rows as one writes them down; their entropy is 0.5."""
+    entropy = torch.full((len(ids),), 0.5)
+    return TeacherRows(torch.tensor(ids), torch.tensor(probabilities).log(), torch.tensor(log_tail), torch.tensor(draws), entropy)
 
 
 def differentiate(loss: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Result:

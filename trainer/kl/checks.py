@@ -62,10 +62,11 @@ def _broken_rows(rows: TeacherRows, vocab_size: int, objective: Objective) -> di
     mass_C = rows.logprobs_PK.masked_fill(ids_CK < 0, -torch.inf).exp().sum(1) + log_tail_C.exp()
     covers_C = (ids_CK >= 0).sum(1) >= vocab_size
     reverse = {
-        "a tail that the teacher gives no mass makes the reverse divergence infinite": (log_tail_C == -torch.inf)
-        & ~covers_C
+        "under the reverse divergence every outcome of the teacher must have mass": _has_empty(
+            rows, covers_C, bucket=objective.tail == "bucket"
+        )
     }
-    return (reverse if objective.divergence == "reverse" and objective.tail == "bucket" else {}) | {
+    return (reverse if objective.divergence == "reverse" else {}) | {
         f"a teacher token id must be below the student's vocabulary of {vocab_size}": (ids_CE >= vocab_size).any(1),
         "a row that counts must have an entry or, for `sampled`, a tail sample (mask the rows that are absent)": (
             ids_CE < 0
@@ -75,6 +76,16 @@ def _broken_rows(rows: TeacherRows, vocab_size: int, objective: Objective) -> di
         "a row's support and tail must hold a mass between 0.5 and 2": ~((mass_C > 0.5) & (mass_C < 2.0)),
         "a support that covers the vocabulary must have an empty tail": covers_C & (log_tail_C > -torch.inf),
     }
+
+
+def _has_empty(rows: TeacherRows, covers_C: Tensor, *, bucket: bool) -> Tensor:
+    """Whether the teacher gives one of a row's outcomes no mass."""
+    empty_C = ((rows.logprobs_PK == -torch.inf) & (rows.token_ids_PK >= 0)).any(1)
+    if bucket:
+        empty_C |= (rows.log_tail_mass_P == -torch.inf) & ~covers_C
+        # All mass in the tail, as float32 has it, leaves none to the support.
+        empty_C |= rows.log_tail_mass_P >= 0.0
+    return empty_C
 
 
 def check_weights(packed: PackedPositions) -> None:

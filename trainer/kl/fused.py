@@ -33,7 +33,8 @@ class Pass:
         vocab_size = len(factors[0].weight_VH)
         capped = packed.objective.softcap is not None
         self.rows = plan.chunk_rows(len(packed), vocab_size, self.gemm_dtype, capped=capped)
-        dtype = (plan.logits_dtype or self.wide) if plan.impl == "triton" else self.wide
+        narrow = plan.impl == "triton" and self.gemm_dtype == self.operand
+        dtype = (plan.logits_dtype or self.wide) if narrow else self.wide
         # Rows begin at multiples of 16 entries, so that kernels read 16 bytes at once whatever the vocabulary is.
         shape = min(self.rows, len(packed)), -(-vocab_size // 16) * 16
         memory = self.factors[0].input_PH.new_empty(*shape, dtype=dtype)
@@ -79,6 +80,7 @@ class Pass:
                 self.packed,
                 scale,
                 len(self._logits),
+                same_memory=self._logits.dtype == self.gemm_dtype,
                 has_teacher=self.plan.has_teacher,
                 with_stats=self.plan.with_stats,
             )

@@ -21,6 +21,7 @@ from .kernel_target import (
     is_broken,
     log_sum,
     log_weights,
+    pack_sum,
     read_ids,
     read_log_tail,
     read_taken,
@@ -88,12 +89,12 @@ def take_out(
 @triton.jit
 def sweep(
     logits_CV, logits_stride, gradient_CV, gradient_stride, bias_V, index_C, first, log_tail_P,
-    z_CX, log_p_CK, scalars_C3, parts_CS3, weight_C, scale, tickets, arrived_C,
-    V, K, N, part_size, taken, turn, ce_weight, beta, logit_scale, softcap, temperature,
+    z_CX, log_p_CK, scalars_C3, sums_CS, cross_CS, weight_C, scale, tickets,
+    V, K, N, taken, ce_weight, beta, logit_scale, softcap, temperature,
     K_PADDED: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, DIVERGENCE: tl.constexpr,
     SHAPED: tl.constexpr, CAPPED: tl.constexpr, WITH_STATS: tl.constexpr, WITH_GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """Sum up a part of a position's tail; then, when the other parts have been, turn it into its gradient.
+    """Sum up a part of a position's tail and, when the other parts have been, turn it into its gradient.
 
     Programs take numbers: one that waits knows that those before it are running, and those it waits for come next.
     """
@@ -101,41 +102,33 @@ def sweep(
     if PARTS > 1:
         number = tl.atomic_add(tickets, 1, sem="relaxed") - taken
     row, part = (number // PARTS).to(tl.int64), number % PARTS
-    shape, begin = (logit_scale, softcap, temperature), part * part_size
-    end = tl.minimum(begin + part_size, V)
-    logits = logits_CV + row * logits_stride
+    logits, gradient = logits_CV + row * logits_stride, gradient_CV + row * gradient_stride
+    shape, blocks = (logit_scale, softcap, temperature), tl.cdiv(V, BLOCK)
+    begin, end = part * blocks // PARTS * BLOCK, tl.minimum((part + 1) * blocks // PARTS * BLOCK, V)
     top, total, cross = sum_tail(logits, bias_V, begin, end, shape, BLOCK, SHAPED, CAPPED, WITH_STATS)
-    mine = parts_CS3 + (row * PARTS + part) * 3
-    tl.store(mine, top)
-    tl.store(mine + 1, total)
-    tl.store(mine + 2, cross)
+    tl.store(sums_CS + row * PARTS + part, pack_sum(top, total))
+    tl.store(cross_CS + row * PARTS + part, cross)
     if WITH_GRADIENT:
+        support_lse = tl.load(scalars_C3 + row * 3)
+        mass, bucket = tl.load(scalars_C3 + row * 3 + 1), tl.load(scalars_C3 + row * 3 + 2)
+        weight = tl.load(weight_C + row) * tl.load(scale)
         tl.debug_barrier()
-        if PARTS > 1:
-            tl.atomic_add(arrived_C + row, 1, sem="release")
-            while tl.atomic_add(arrived_C + row, 0, sem="acquire") < (turn + 1) * PARTS:
-                pass
-            tl.debug_barrier()
-        top, total, _ = all_parts(parts_CS3 + row * PARTS * 3, PARTS)
-        log_q_tail, lse = student_tail(top, total, tl.load(scalars_C3 + row * 3))
-        if DIVERGENCE == "forward":
-            mass, bucket = tl.load(scalars_C3 + row * 3 + 1), tl.load(scalars_C3 + row * 3 + 2)
-            slope_tail = mass * tl.exp(log_q_tail) - bucket
-        else:
+        top, total, _ = all_parts(sums_CS + row * PARTS, cross_CS + row * PARTS, PARTS)
+        log_q_tail, lse = student_tail(top, total, support_lse)
+        slope_tail = mass * tl.exp(log_q_tail) - bucket
+        if DIVERGENCE != "forward":
             position = first + row if index_C is None else tl.load(index_C + row)
             z_K, log_p_K = read_taken(z_CX + row * (K + N + 1), log_p_CK + row * K, K, K_PADDED)
             log_tail = read_log_tail(log_tail_P, position)
             _, _, _, slope_tail = both_ways(log_p_K, z_K - lse, log_tail, log_q_tail, beta, DIVERGENCE)
-        weight = tl.load(weight_C + row) * tl.load(scale)
-        per_share = unit_gradient(weight, slope_tail, log_q_tail, total, ce_weight)
-        gradient = gradient_CV + row * gradient_stride
-        spread(logits, gradient, bias_V, begin, end, per_share, top, shape, BLOCK, SHAPED, CAPPED)
+        unit = unit_gradient(weight, slope_tail, log_q_tail, total, ce_weight)
+        spread(logits, gradient, bias_V, begin, end, unit, top, shape, BLOCK, SHAPED, CAPPED)
 
 
 @triton.jit
 def judge(
     gradient_CV, gradient_stride, index_C, first, ids_PK, log_tail_P, draws_PN, entropy_P, labels_C,
-    z_CX, log_p_CK, scalars_C3, parts_CS3, weight_C, scale, loss_C, figures_CF,
+    z_CX, log_p_CK, scalars_C3, sums_CS, cross_CS, weight_C, scale, loss_C, figures_CF,
     V, K, N, ce_weight, beta, logit_scale, softcap, temperature,
     K_PADDED: tl.constexpr, N_PADDED: tl.constexpr, PARTS: tl.constexpr, F: tl.constexpr, TAIL: tl.constexpr,
     DIVERGENCE: tl.constexpr, SHAPED: tl.constexpr, CAPPED: tl.constexpr, HAS_TEACHER: tl.constexpr,
@@ -160,7 +153,7 @@ def judge(
     if TAIL == "to_label":
         label_kl = tl.exp(log_tail)
 
-    top, total, cross = all_parts(parts_CS3 + row * PARTS * 3, PARTS)
+    top, total, cross = all_parts(sums_CS + row * PARTS, cross_CS + row * PARTS, PARTS)
     log_q_tail, lse = student_tail(top, total, tl.load(scalars_C3 + row * 3))
     log_q_K, log_q_label = z_K - lse, z_label - lse
     if DIVERGENCE == "forward":

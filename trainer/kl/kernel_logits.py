@@ -1,6 +1,7 @@
-"""The kernels' walks over a position's logits, and what a logit is.
+"""What a logit is to the kernels, and their walks over a position's logits.
 
-Shapes, in the names of vectors: B entries of a block, T threads, L entries of a thread, K support entries.
+Shapes, in the names of vectors: B entries of a block, T threads, L entries of a thread, K support entries,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,16 +22,12 @@ def sum_tail(
     BLOCK: tl.constexpr, SHAPED: tl.constexpr, CAPPED: tl.constexpr, CROSS: tl.constexpr,
 ):  # fmt: skip
     """max of z log2(e), sum of e = exp(z - max), and sum of e log e; an online logsumexp with a maximum a thread."""
-    lanes_T = tl.arange(0, BLOCK // LANE)
-    at_TL = lanes_T[:, None] * LANE + tl.arange(0, LANE)[None, :]
+    at_TL = tl.arange(0, BLOCK // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]
     top_T = tl.full((BLOCK // LANE,), -INF, tl.float32)
     sum_T = tl.zeros((BLOCK // LANE,), tl.float32)
     cross_T = tl.zeros((BLOCK // LANE,), tl.float32)
     for start in range(begin, end, BLOCK):
-        inside_TL = start + at_TL < end
-        # Read again soon, by the same program.
-        product_TL = tl.load(logits + start + at_TL, mask=inside_TL, other=-INF, eviction_policy="evict_last")
-        y_TL = shaped(product_TL, bias_V, start + at_TL, inside_TL, shape, SHAPED, CAPPED) * LOG2E
+        y_TL = logit(logits, bias_V, start + at_TL, start + at_TL < end, shape, SHAPED, CAPPED) * LOG2E
         new_T = tl.maximum(top_T, tl.max(y_TL, 1))
         zero_T = tl.where(new_T == -INF, 0.0, new_T)
         kept_T, below_TL = tl.exp2(top_T - zero_T), y_TL - zero_T[:, None]
@@ -51,30 +48,24 @@ def sum_tail(
 
 @triton.jit
 def spread(
-    logits, gradient, bias_V, begin, end, per_share, top, shape,
+    logits, gradient, bias_V, begin, end, unit, top, shape,
     BLOCK: tl.constexpr, SHAPED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Write per_share * exp(z - max) over the logits; a narrower gradient follows them through their own memory."""
+    """Write unit * exp(z - max) over the logits; a narrower gradient follows them through their own memory."""
     at_B = tl.arange(0, BLOCK)
     for start in range(begin, end, BLOCK):
         inside_B = start + at_B < end
-        product_B = tl.load(logits + start + at_B, mask=inside_B, other=-INF, eviction_policy="evict_first")
-        z_B = shaped(product_B, bias_V, start + at_B, inside_B, shape, SHAPED, CAPPED)
-        g_B = per_share * tl.exp2(z_B * LOG2E - top)
+        z_B = logit(logits, bias_V, start + at_B, inside_B, shape, SHAPED, CAPPED)
         if logits.dtype != gradient.dtype:
+            # None may write where another still reads.
             tl.debug_barrier()
-        put(gradient, start + at_B, g_B, inside_B, z_B, shape, SHAPED, CAPPED)
+        put(gradient, start + at_B, unit * tl.exp2(z_B * LOG2E - top), inside_B, z_B, shape, SHAPED, CAPPED)
 
 
 @triton.jit
 def logit(logits, bias_V, at, mask, shape, SHAPED: tl.constexpr, CAPPED: tl.constexpr):
     """z, with bias, scale, cap and temperature; -inf where masked or switched off."""
-    return shaped(tl.load(logits + at, mask=mask, other=-INF), bias_V, at, mask, shape, SHAPED, CAPPED)
-
-
-@triton.jit
-def shaped(product, bias_V, at, mask, shape, SHAPED: tl.constexpr, CAPPED: tl.constexpr):
-    z = product.to(tl.float32)
+    z = tl.load(logits + at, mask=mask, other=-INF).to(tl.float32)
     if bias_V is not None:
         z += tl.load(bias_V + at, mask=mask, other=0.0).to(tl.float32)
     if SHAPED:

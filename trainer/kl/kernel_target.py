@@ -11,6 +11,9 @@ import triton.language as tl
 
 from .kernel_logits import INF, LN2
 
+# What no packed sum is: two NaN of a kind that arithmetic does not give.
+MISSING = tl.constexpr(-1)
+
 
 @triton.jit
 def read_ids(ids_PX, position, X, PADDED: tl.constexpr):
@@ -37,15 +40,26 @@ def read_taken(z_X, log_p_K, K, K_PADDED: tl.constexpr):
 
 
 @triton.jit
-def all_parts(parts_S3, PARTS: tl.constexpr):
-    """What the parts' sums are together; never from a core's own cache, which may be older than another core's sum."""
-    parts_S = parts_S3 + tl.arange(0, PARTS) * 3
-    top_S = tl.load(parts_S, volatile=True)
-    sum_S, cross_S = tl.load(parts_S + 1, volatile=True), tl.load(parts_S + 2, volatile=True)
+def pack_sum(top, total):
+    """A maximum and a sum as one word, which others see whole or not at all."""
+    high = top.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    return high | (total.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def all_parts(sums_S, cross_S, PARTS: tl.constexpr):
+    """What the parts' sums are together, waiting for those that are still MISSING."""
+    slots_S = tl.arange(0, PARTS)
+    # volatile: a core's own cache may be older than another core's sum
+    words_S = tl.load(sums_S + slots_S, volatile=True)
+    while tl.max((words_S == MISSING).to(tl.int32), 0) > 0:
+        words_S = tl.load(sums_S + slots_S, volatile=True)
+    top_S = (words_S >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    sum_S = words_S.to(tl.int32).to(tl.float32, bitcast=True)
     # A part without anything has a sum of 0, and a maximum that says nothing.
     top = tl.max(tl.where(sum_S > 0, top_S, -INF), 0)
     top = tl.where(top == -INF, 0.0, top)
-    kept_S = tl.where(sum_S > 0, tl.exp2(top_S - top), 0.0)
+    kept_S, cross_S = tl.where(sum_S > 0, tl.exp2(top_S - top), 0.0), tl.load(cross_S + slots_S)
     cross = tl.sum(tl.where(kept_S > 0, kept_S * (cross_S + sum_S * (top_S - top) * LN2), 0.0), 0)
     # NaN stays NaN: it is not above 0
     return top, tl.sum(tl.where(sum_S > 0, kept_S * sum_S, sum_S), 0), cross

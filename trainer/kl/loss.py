@@ -174,10 +174,13 @@ def topk_kl(
     head = read_head(hidden_PH, weight_VH, bias)
     check_tensors(head, rows, labels=labels, position_weight=position_weight)
     operand = operand_dtype(head.factors)
+    wide = wide_dtype(operand)
+    if logits_dtype not in (None, operand, wide):
+        raise ValueError(f"logits_dtype must be {wide}, or the operands' {operand}, got {logits_dtype}")
     unknown = TeacherRows.unknown(len(hidden_PH), hidden_PH.device)
     packed = pack(
         unknown if rows is None else rows, position_weight, labels, ignore_index=ignore_index, objective=objective,
-        dtype=wide_dtype(operand),
+        dtype=wide,
     )  # fmt: skip
     scale = _scale(packed, num_items, reduction) * objective.factor
     shard = None if vocab_group is None else VocabShard.of(head.factors[0].weight_VH, vocab_group)
@@ -246,9 +249,11 @@ def _choose(impl: Impl, head: Head, packed: PackedPositions, shard: VocabShard |
     """Settle `auto`: Triton on a GPU for what its kernel does."""
     if impl not in ("auto", "triton"):
         return impl
+    if impl == "auto" and not head.factors[0].weight_VH.is_cuda:
+        return "torch"
     reason = _why_not_triton(head, packed, shard)
     if reason is None:
-        return "triton" if impl == "triton" or head.factors[0].weight_VH.is_cuda else "torch"
+        return "triton"
     if impl == "triton":
         raise ValueError(f"impl is 'triton', but {reason}")
     return "torch"
@@ -263,10 +268,13 @@ def _why_not_triton(head: Head, packed: PackedPositions, shard: VocabShard | Non
         return "renorm_both has no logits to read; use 'torch'"
     if operand_dtype(head.factors) == torch.float64:
         return "it computes in float32; use 'torch' for float64"
-    from .triton_chunks import MAX_K, MAX_SAMPLES
+    from .triton_chunks import INTERPRETED, MAX_K, MAX_SAMPLES
 
-    rows = packed.rows
-    samples = 0 if rows.tail_token_ids_PN is None else rows.tail_token_ids_PN.shape[1]
+    weight_VH, rows = head.factors[0].weight_VH, packed.rows
+    if not (weight_VH.is_cuda or INTERPRETED):
+        return f"it runs on a GPU, and hidden is on {weight_VH.device}; use 'torch'"
+    draws_PN = rows.tail_token_ids_PN if packed.objective.tail == "sampled" else None
+    samples = 0 if draws_PN is None else draws_PN.shape[1]
     if rows.token_ids_PK.shape[1] > MAX_K or samples > MAX_SAMPLES:
         return f"its rows hold at most {MAX_K} entries and {MAX_SAMPLES} tail samples; use 'torch'"
     return None

@@ -6,6 +6,7 @@ Shapes: C positions that count, V vocabulary, H hidden width, K support entries,
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .head import Head
@@ -77,15 +78,16 @@ def _terms(log_q_CV: Tensor, part: Part) -> Tensor:
         rest_C = torch.xlogy(tail_C, tail_C) - _times(tail_C, log_q_tail_C)
     elif tail == "to_label":
         assert part.labels_C is not None
-        target_CV = p_CV.scatter_add(1, part.labels_C[:, None], tail_C[:, None])
-        rest_C = (torch.xlogy(target_CV, target_CV) - _times(target_CV, log_q_CV)).sum(1) - head_C
+        more_CV = torch.zeros_like(p_CV).scatter_add(1, part.labels_C[:, None], tail_C[:, None])
+        entropy_CV = torch.xlogy(p_CV + more_CV, p_CV + more_CV) - torch.xlogy(p_CV, p_CV)
+        rest_C = (entropy_CV - _times(more_CV, log_q_CV)).sum(1)
     elif tail == "sampled":
         assert rows.tail_token_ids_PN is not None
         assert rows.entropy_P is not None
         drawn_CN = rows.tail_token_ids_PN >= 0
         share_CN = torch.where(drawn_CN, tail_C[:, None] / drawn_CN.sum(1, keepdim=True).clamp(min=1), 0.0)
-        target_CV = p_CV.scatter_add(1, rows.tail_token_ids_PN.clamp(min=0).long(), share_CN)
-        rest_C = -rows.entropy_P.to(log_q_CV.dtype) - _times(target_CV, log_q_CV).sum(1) - head_C
+        more_CV = torch.zeros_like(p_CV).scatter_add(1, rows.tail_token_ids_PN.clamp(min=0).long(), share_CN)
+        rest_C = -rows.entropy_P.to(log_q_CV.dtype) - (torch.xlogy(p_CV, p_CV) + _times(more_CV, log_q_CV)).sum(1)
     return torch.stack([head_C, rest_C], dim=1)
 
 
@@ -96,8 +98,9 @@ def _both_ways(p_CV: Tensor, support_CV: Tensor, tail_C: Tensor, log_q_CV: Tenso
         tail_C = torch.zeros_like(tail_C)
         log_q_tail_C = torch.full_like(tail_C, -torch.inf)
     p_CX = torch.cat([p_CV, tail_C[:, None]], dim=1)
-    inside_CX = torch.cat([support_CV, log_q_tail_C[:, None] > -torch.inf], dim=1)
-    log_q_CX = torch.cat([log_q_CV, log_q_tail_C[:, None]], dim=1).masked_fill(~inside_CX, 0.0)
+    log_q_CX = torch.cat([log_q_CV, log_q_tail_C[:, None]], dim=1)
+    inside_CX = F.pad(support_CV, (0, 1), value=True) & (log_q_CX > -torch.inf)
+    log_q_CX = log_q_CX.masked_fill(~inside_CX, 0.0)
     q_CX = log_q_CX.exp().masked_fill(~inside_CX, 0.0)
     if objective.divergence == "reverse":
         terms_CX = torch.where(q_CX > 0, q_CX * (log_q_CX - p_CX.log()), 0.0)
@@ -119,7 +122,8 @@ def dense_figures(logits_CV: Tensor, part: Part) -> dict[str, Tensor]:
         "kl": terms_C2.sum(1),
         "tail_kl": terms_C2[:, 1],
         "support_mass": 1.0 - tail_C,
-        "top1_agreement": (p_CV.argmax(1) == q_CV.argmax(1)).to(q_CV.dtype),
+        # A row without support does not say what the teacher's likeliest token is.
+        "top1_agreement": ((p_CV.argmax(1) == q_CV.argmax(1)) & support_CV.any(1)).to(q_CV.dtype),
     }
     if part.objective.tail == "renorm_both":
         on_support_CV = q_CV.masked_fill(~support_CV, -1.0)

@@ -83,26 +83,28 @@ class TeacherRows:
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def within(self, vocab_size: int) -> tuple[TeacherRows, int]:
-        """The rows of a smaller vocabulary, and how many entries were dropped; padding stays where they were.
+        """The rows of a smaller vocabulary, and how many entries were dropped, whose places become padding.
 
-        What is left is the teacher given that the token is in the vocabulary: probabilities are divided by the mass
-        of the others, as far as it is known: the entries', and of the tail as many shares as samples were dropped.
+        What is left is the teacher given that the token is in the vocabulary: a row that lost something is divided by
+        the mass of what it kept, of its tail as many shares as its tail samples.
         """
         lost_PK = self.token_ids_PK >= vocab_size
-        dropped = int(lost_PK.sum())
+        dropped, lost_P = int(lost_PK.sum()), lost_PK.any(1)
         ids_PK = self.token_ids_PK.masked_fill(lost_PK, PAD_ID)
-        kept_P = torch.log1p(-self.logprobs_PK.exp().masked_fill(~lost_PK, 0.0).sum(1))
-        log_tail_P, draws_PN, entropy_P = self.log_tail_mass_P, self.tail_token_ids_PN, self.entropy_P
+        logprobs_PK = self.logprobs_PK.masked_fill(ids_PK < 0, -torch.inf)
+        log_tail_P, draws_PN = self.log_tail_mass_P, self.tail_token_ids_PN
         if draws_PN is not None:
             lost_PN = draws_PN >= vocab_size
-            dropped += int(lost_PN.sum())
-            share_P = lost_PN.sum(1) / (draws_PN >= 0).sum(1).clamp(min=1)
-            kept_P = torch.log(kept_P.exp() - share_P * log_tail_P.exp())
-            log_tail_P, draws_PN = log_tail_P + torch.log1p(-share_P), draws_PN.masked_fill(lost_PN, PAD_ID)
+            dropped, lost_P = dropped + int(lost_PN.sum()), lost_P | lost_PN.any(1)
+            log_tail_P = log_tail_P + torch.log1p(-lost_PN.sum(1) / (draws_PN >= 0).sum(1).clamp(min=1))
+            draws_PN = draws_PN.masked_fill(lost_PN, PAD_ID)
         if dropped == 0:
             return self, 0
-        logprobs_PK = (self.logprobs_PK - kept_P[:, None]).masked_fill(ids_PK < 0, -torch.inf)
-        return TeacherRows(ids_PK, logprobs_PK, log_tail_P - kept_P, draws_PN, entropy_P), dropped
+        # Not 1 less what was lost: stored logprobs are rounded, and that may be more than 1.
+        log_mass_P = torch.logaddexp(logprobs_PK.logsumexp(1), log_tail_P)
+        log_mass_P = torch.where(lost_P & (log_mass_P > -torch.inf), log_mass_P, 0.0)
+        kept = TeacherRows(ids_PK, logprobs_PK - log_mass_P[:, None], log_tail_P - log_mass_P, draws_PN, self.entropy_P)
+        return kept, dropped
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> TeacherRows:
         return TeacherRows(

@@ -13,30 +13,37 @@ from torch import Tensor
 
 from .chunk import ChunkResult
 from .kernel import judge, multiply, sweep, take_out
+from .kernel_target import MISSING
 from .packing import PackedPositions
 from .stats import FIGURES
 
 MAX_K = 4096
 # Draws are compared with one another, in registers; more of them are for the torch path.
 MAX_SAMPLES = 128
-# Programs that share a position, entries that each reads at once, and its warps, by the logits' bytes. A gradient that
-# is narrower than its logits moves through the memory of other parts: there must be one.
-PARTS = {2: 16, 4: 16}
-BLOCK = {2: 4096, 4: 4096}
-WARPS = {2: 8, 4: 16}
+# Programs that share a position, a power of 2, entries that each reads at once, and its warps.
+PARTS, BLOCK, WARPS = 16, 4096, 8
+# A gradient that is narrower than its logits moves through the memory of other parts: there is one, of more warps.
+ALONE_WARPS = 16
 NUM_FIGURES = len(FIGURES) - 1
-# One program runs after the other there: none can wait for the next.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class TritonChunks:
     """Judges the chunks of one loss, of at most `rows` positions each, as `chunk.judge_chunk` does.
 
-    Rows are checked on the way: `broken_R` tells afterwards which ones cannot be judged.
+    `same_memory` says that a gradient is as wide as its logit. Rows are checked on the way: `broken_R` tells afterwards
+    which ones cannot be judged.
     """
 
     def __init__(
-        self, packed: PackedPositions, scale: Tensor, rows: int, *, has_teacher: bool, with_stats: bool
+        self,
+        packed: PackedPositions,
+        scale: Tensor,
+        rows: int,
+        *,
+        same_memory: bool,
+        has_teacher: bool,
+        with_stats: bool,
     ) -> None:
         self._packed, self._scale = packed, scale
         self._has_teacher, self._with_stats = has_teacher, with_stats
@@ -48,10 +55,12 @@ class TritonChunks:
         self._z_CX = torch.empty(rows, self._k + self._samples + 1, device=device)
         self._log_p_CK = torch.empty(rows, self._k, device=device)
         self._scalars_C3 = torch.empty(rows, 3, device=device)
-        self._parts_CS3 = torch.empty(rows, max(PARTS.values()), 3, device=device)
-        self._arrived_C = torch.zeros(rows, dtype=torch.int32, device=device)
+        # One program runs after the other in the interpreter: none can wait for the next.
+        self._parts = PARTS if same_memory and not INTERPRETED else 1
+        self._sums_CS = torch.empty(rows, self._parts, dtype=torch.int64, device=device)
+        self._cross_CS = torch.empty(rows, self._parts, device=device)
         self._tickets = torch.zeros((), dtype=torch.int32, device=device)
-        self._taken, self._turn = 0, 0
+        self._taken = 0
 
     def judge(
         self,
@@ -66,13 +75,11 @@ class TritonChunks:
         """The positions' losses; in `gradient_CV`, the logits' memory, the gradient of weight * scale * loss."""
         packed, objective, rows = self._packed, self._packed.objective, self._packed.rows
         size, vocab_size = logits_CV.shape
-        width = logits_CV.dtype.itemsize
         index_C = None if packed.positions_R is None else packed.positions_R[counted]
         labels_C = None if packed.labels_R is None else packed.labels_R[counted]
         loss_C = torch.empty(size, dtype=torch.float32, device=logits_CV.device)
         figures_CF = loss_C.new_empty(size, NUM_FIGURES) if self._with_stats else None
-        parts = 1 if INTERPRETED or logits_CV.dtype != gradient_CV.dtype else PARTS[width]
-        part_size = triton.cdiv(triton.cdiv(vocab_size, parts), BLOCK[width]) * BLOCK[width]
+        self._sums_CS.fill_(MISSING.value)
         shape = (objective.logit_scale, objective.softcap or 1.0, objective.temperature)
         where = {
             "K_PADDED": triton.next_power_of_2(self._k),
@@ -87,21 +94,21 @@ class TritonChunks:
             self._scalars_C3, self.broken_R[counted], vocab_size, self._k, self._samples, *map(float, shape),
             HAS_TEACHER=self._has_teacher, num_warps=1, **where, **target,
         )  # fmt: skip
-        sweep[(size * parts,)](
+        sweep[(size * self._parts,)](
             logits_CV, logits_CV.stride(0), gradient_CV, gradient_CV.stride(0), bias_V, index_C, counted.start,
-            rows.log_tail_mass_P, self._z_CX, self._log_p_CK, self._scalars_C3, self._parts_CS3, weight_C, self._scale,
-            self._tickets, self._arrived_C, vocab_size, self._k, self._samples, part_size, self._taken, self._turn,
+            rows.log_tail_mass_P, self._z_CX, self._log_p_CK, self._scalars_C3, self._sums_CS, self._cross_CS, weight_C,
+            self._scale, self._tickets, vocab_size, self._k, self._samples, self._taken,
             float(objective.ce_weight), float(objective.beta), *map(float, shape),
-            BLOCK=BLOCK[width], PARTS=parts, WITH_STATS=self._with_stats, WITH_GRADIENT=gradient,
-            num_warps=WARPS[width], **where,
+            BLOCK=BLOCK, PARTS=self._parts, WITH_STATS=self._with_stats, WITH_GRADIENT=gradient,
+            num_warps=WARPS if self._parts > 1 else ALONE_WARPS, **where,
         )  # fmt: skip
-        self._turn, self._taken = self._turn + 1, self._taken + size * parts
+        self._taken += size * self._parts
         judge[(size,)](
             gradient_CV, gradient_CV.stride(0), index_C, counted.start, rows.token_ids_PK, rows.log_tail_mass_P,
-            self._draws_PN, rows.entropy_P, labels_C, self._z_CX, self._log_p_CK, self._scalars_C3, self._parts_CS3,
-            weight_C, self._scale, loss_C, figures_CF, vocab_size, self._k, self._samples,
+            self._draws_PN, rows.entropy_P, labels_C, self._z_CX, self._log_p_CK, self._scalars_C3, self._sums_CS,
+            self._cross_CS, weight_C, self._scale, loss_C, figures_CF, vocab_size, self._k, self._samples,
             float(objective.ce_weight), float(objective.beta), *map(float, shape),
-            PARTS=parts, F=NUM_FIGURES, HAS_TEACHER=self._has_teacher, CE=objective.ce_weight > 0.0,
+            PARTS=self._parts, F=NUM_FIGURES, HAS_TEACHER=self._has_teacher, CE=objective.ce_weight > 0.0,
             WITH_STATS=self._with_stats, WITH_GRADIENT=gradient, num_warps=1, **where, **target,
         )  # fmt: skip
         sums_F = None
