@@ -112,23 +112,15 @@ def define(objective: str, log_q_CV: Tensor, rows: TeacherRows, labels_C: Tensor
     return head_C - known_C - log_t_C.exp() * log_q_draws_CN.mean(1)
 
 
-def _anchor(
-    hidden_CH: Tensor, weight_VH: Tensor, rows: TeacherRows, labels_C: Tensor, dtype: torch.dtype = torch.float32
-) -> Tensor:
+def _anchor(hidden_CH: Tensor, weight_VH: Tensor, rows: TeacherRows, labels_C: Tensor) -> Tensor:
     """Summed over positions, as it is usually written: log-softmax in float32 of bf16 logits, the tail left out."""
-    log_q_CV = torch.log_softmax(hidden_CH @ weight_VH.t(), dim=1, dtype=dtype)
+    log_q_CV = torch.log_softmax(hidden_CH @ weight_VH.t(), dim=1, dtype=torch.float32)
     return define("truncated", log_q_CV, rows, labels_C).sum()
 
 
-def dense(case: Case, _: int | None, dtype: torch.dtype = torch.float32) -> Tensor:
+def dense(case: Case, _: int | None) -> Tensor:
     """All positions at once."""
-    return _anchor(case.hidden_PH, case.weight_VH, case.rows, case.labels_P, dtype) / len(case.hidden_PH)
-
-
-def dense_fp32(case: Case, _: int | None) -> Tensor:
-    """In float32 altogether, but for the inputs and the last rounding of their gradients."""
-    log_q_PV = (case.hidden_PH.float() @ case.weight_VH.float().t()).log_softmax(1)
-    return define("truncated", log_q_PV, case.rows, case.labels_P).mean()
+    return _anchor(case.hidden_PH, case.weight_VH, case.rows, case.labels_P) / len(case.hidden_PH)
 
 
 def forward_chunked(case: Case, rows: int | None) -> Tensor:
@@ -139,9 +131,7 @@ def forward_chunked(case: Case, rows: int | None) -> Tensor:
 
 def recompute_chunked(case: Case, rows: int | None) -> Tensor:
     """In chunks whose logits are computed again in backward."""
-    sums = [
-        checkpoint(_anchor, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in _chunks(case, rows)
-    ]
+    sums = [checkpoint(_anchor, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in _chunks(case, rows)]
     return torch.stack(sums).sum() / len(case.hidden_PH)
 
 
@@ -177,9 +167,19 @@ def plain_variants() -> list[Variant]:
     ]
 
 
-def judged_only() -> list[Variant]:
-    """What a gradient's error is held against, beside `dense`."""
+def dense_variants(objective: str, entries: tuple[int, int]) -> list[Variant]:
+    """An objective as it is defined, with ever fewer roundings: what an error is held against, never timed."""
+
+    def variant(name: str, of_inputs: torch.dtype, of_logits: torch.dtype) -> Variant:
+        def run(case: Case, _: int | None) -> Tensor:
+            logits_PV = case.hidden_PH.to(of_inputs) @ case.weight_VH.to(of_inputs).t()
+            log_q_PV = torch.log_softmax(logits_PV, dim=1, dtype=of_logits)
+            return define(objective, log_q_PV, case.rows, case.labels_P).mean()
+
+        return Variant(name, run, objective, "dense", entries=entries)
+
     return [
-        Variant("dense_fp32", dense_fp32, "truncated", "dense_fp32"),
-        Variant("dense_bf16", lambda case, rows: dense(case, rows, torch.bfloat16), "truncated", "dense_bf16"),
+        variant("dense_bf16", torch.bfloat16, torch.bfloat16),
+        variant("dense", torch.bfloat16, torch.float32),
+        variant("dense_fp32", torch.float32, torch.float32),
     ]

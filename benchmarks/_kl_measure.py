@@ -33,8 +33,15 @@ class Bench:
     cells: list[Cell] = field(default_factory=list)
 
     def cell(
-        self, variant: Variant, rows: int | None, case: Case, *, beside: Beside | None = None, repeats: int = 3, warm: bool = True
-    ) -> Cell:  # fmt: skip
+        self,
+        variant: Variant,
+        rows: int | None,
+        case: Case,
+        *,
+        beside: Beside | None = None,
+        repeats: int = 3,
+        warm: bool = True,
+    ) -> Cell:
         """Measure a variant in chunks of `rows`, each time right after the one `beside` it; slow ones once."""
         (positions, width), vocab = case.hidden_PH.shape, len(case.weight_VH)
         cell = {"variant": variant.name, "rows": rows, "group": variant.group, "N": positions, "D": width, "V": vocab}
@@ -111,7 +118,7 @@ def recorded(cell: Cell) -> Iterator[None]:
         cell["error"] = repr(error)[:500]
 
 
-def judge(variants: list[Variant], shape: tuple[int, int, int], device: str, rows: int) -> list[Cell]:
+def judge(variants: list[Variant], device: str, shape: tuple[int, int, int], rows: int) -> list[Cell]:
     """Each variant's error against float64 autograd of what it computes, relative, in chunks of `rows`."""
     judged = []
     for name, spread in SPREADS.items():
@@ -121,7 +128,7 @@ def judge(variants: list[Variant], shape: tuple[int, int, int], device: str, row
             of_entries = [variant for variant in variants if variant.entries == entries]
             truths = {objective: _truth(objective, case) for objective in {variant.objective for variant in of_entries}}
             for variant in of_entries:
-                cell: Cell = {"variant": variant.name, "logits": name}
+                cell: Cell = {"variant": variant.name, "logits": name, "of": (variant.objective, *entries)}
                 with recorded(cell):
                     cell |= _errors(variant, rows, case, truths[variant.objective])
                 judged.append(cell)

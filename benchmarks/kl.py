@@ -1,10 +1,11 @@
-"""How fast, how small and how exact the loss through the LM head is, beside plain torch, other people's, and its GEMMs.
+"""How fast, small and exact the loss through the LM head is, beside plain torch, other people's losses, and its GEMMs.
 
-A cell is one forward and backward of bf16 hidden states [N, D] through a bf16 head [V, D], both trained, against rows of
-100 entries. Milliseconds are the median of up to three runs after a first one; where the GEMMs alone were run between
-them, theirs are in the cell as `gemm_ms`. Peaks count all tensors, inputs and gradients included. `rows` is a chunk's
-positions, None what the loss takes by itself; ours rounds it down to a multiple of 192. Ratios of time are other's over
-ours, of memory ours over other's, with the other at its fastest and at its smallest.
+A cell is one forward and backward of bf16 hidden states [N, D] through a bf16 head [V, D], both trained, against rows
+of 100 entries. Milliseconds are the median of up to three runs after a first one; where the GEMMs alone were run
+between them, theirs are in the cell as `gemm_ms`. Peaks count all tensors, inputs and gradients included. `rows` is a
+chunk's positions, None what the loss takes by itself; ours rounds it down to a multiple of 192. Ratios of time are the
+other's over ours, of memory ours over the other's, with the other at its fastest and at its smallest. Errors are
+relative, to float64 autograd of the same objective.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _kl_cases import CE_WEIGHT, Case, K, Variant, judged_only, make_case, plain_variants, with_random_rows
+from _kl_cases import CE_WEIGHT, Case, K, Variant, dense_variants, make_case, plain_variants, with_random_rows
 from _kl_measure import Bench, Cell, judge
 from _kl_peers import load_peers
 from _results import arguments, finish
@@ -62,7 +63,8 @@ def our_variants(row_sizes: tuple[int | None, ...], impl: str) -> list[Variant]:
 
 def _ours(
     name: str, impl: str, group: str = "other", row_sizes: tuple[int | None, ...] = (None,), *,
-    objective: str = "bucket", entries: tuple[int, int] = (K, 0), frozen: bool = False, tail: str = "bucket", **options: Any,
+    objective: str = "bucket", entries: tuple[int, int] = (K, 0), frozen: bool = False, tail: str = "bucket",
+    **options: Any,
 ) -> Variant:  # fmt: skip
     def run(case: Case, rows: int | None) -> Tensor:
         itemsize = options.get("logits_dtype", torch.float32).itemsize
@@ -118,6 +120,7 @@ def largest(bench: Bench, variants: list[Variant], best: Cell, shape: tuple[int,
     )
     if len({positions for positions, _, _ in seen}) < 2 or seen[-1][1] is None:
         return None
+    torch.cuda.empty_cache()
     (few, low_gb, _), (many, high_gb, ms) = seen[0], seen[-1]
     variant = next(variant for variant in variants if variant.name == best["variant"])
     fits = many + (torch.cuda.mem_get_info()[0] / 1e9 - high_gb) * (many - few) / (high_gb - low_gb)
@@ -162,11 +165,11 @@ def figures_of(bench: Bench, cell: Cell, errors: list[Cell], suffix: str) -> dic
 
 
 def worst_over(errors: list[Cell], name: str, other: str) -> float | None:
-    """The largest of a variant's gradient errors over another's, of the same gradient and logits."""
-    table = {(cell["variant"], cell["logits"]): cell for cell in errors}
-    pairs = [(cell, table.get((other, cell["logits"]), {})) for cell in errors if cell["variant"] == name]
-    ratios = [mine[key] / theirs[key] for mine, theirs in pairs for key in ("dH", "dW") if key in mine and key in theirs]
-    return max(ratios, default=None)
+    """The largest of a variant's gradient errors over another's, of the same objective, gradient and logits."""
+    table = {(cell["variant"], cell["logits"], cell["of"]): cell for cell in errors}
+    mine = [cell for cell in errors if cell["variant"] == name]
+    pairs = [(cell, table.get((other, cell["logits"], cell["of"]), {})) for cell in mine]
+    return max((a[key] / b[key] for a, b in pairs for key in ("dH", "dW") if key in a and key in b), default=None)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -182,14 +185,54 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     sweep(bench, variants, shape, paired=True)
     best = chosen(bench, shape)
-    # The fastest of many is also the luckiest: it is measured once more.
-    again = Bench(args.device, bench.deadline)
-    sweep(again, [v for v in narrowed(variants, best) if v.group in ("gemm", *OURS)], shape, paired=True)
-    errors = judge([*judged_only(), *variants], *JUDGED[args.device]) if args.judge else []
     fewer = narrowed(variants, best)
+    # The fastest of many is also the luckiest: what is reported of it is measured once more.
+    again = Bench(args.device, bench.deadline)
+    sweep(again, [variant for variant in fewer if variant.group in best], shape, paired=True)
+    losses = [variant for variant in variants if variant.group not in ("gemm", "dense")]
+    exact = [v for of in dict.fromkeys((loss.objective, loss.entries) for loss in losses) for v in dense_variants(*of)]
+    errors = judge(exact + losses, args.device, *JUDGED[args.device])
     if args.other_head:
         width, vocab = (int(size) for size in args.other_head.split(","))
         sweep(bench, fewer, (headline, width, vocab), paired=True)
     for positions in more:
         sweep(bench, fewer, (positions, *shape[1:]), paired=False)
-    return figures
+
+    figures: dict[str, Any] = {"shape": shape, "floor_gb": floor_gb(shape), "peers": peers}
+    for group, suffix in OURS.items():
+        if group in best:
+            cell = again.best(group, shape) or best[group]
+            figures |= figures_of(bench, cell, errors, suffix)
+    if "bucket" in best:
+        for positions in more:
+            cell = bench.best("bucket", (positions, *shape[1:]))
+            figures |= {f"{key}_{positions}": cell[key] for key in ("ms", "peak_gb")} if cell else {}
+        figures["largest"] = largest(bench, fewer, best["bucket"], shape)
+    return figures | {"errors": errors, "cells": bench.cells + again.cells}
+
+
+def options() -> argparse.Namespace:
+    """The command line; sizes are an H200's, and smaller without a GPU."""
+    parser = arguments("Time, memory and gradient error of the loss, beside plain torch, other people's and its GEMMs.")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=tuple(SIZES), default=device)
+    parser.add_argument("--positions", help="N, the headline's first (cuda: 32768,8192,65536,262144)")
+    parser.add_argument("--width", type=int, help="D (cuda: 2880)")
+    parser.add_argument("--vocab", type=int, help="V (cuda: 201088)")
+    parser.add_argument("--other-head", help="D,V of a second head, at the first N, or '' (cuda: 4096,151936)")
+    parser.add_argument("--rows", default="1024,2048,4096", help="positions of our chunks (default: 1024,2048,4096)")
+    parser.add_argument("--only", default="", help="names of variants, comma-separated (default: all)")
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="where liger-kernel and others are, if not installed")
+    parser.add_argument("--impl", default="auto", help="of topk_kl, but for exact_torch (default: auto)")
+    parser.add_argument("--seconds", type=float, default=420.0, help="after which no cell is begun (default: 420)")
+    args = parser.parse_args()
+    for name, value in SIZES[args.device].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    return args
+
+
+if __name__ == "__main__":
+    args = options()
+    packages = ["torch", *(["triton"] if importlib.util.find_spec("triton") else [])]
+    finish("kl", measure(args), packages, args)

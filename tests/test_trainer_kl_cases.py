@@ -73,6 +73,10 @@ class Case:
         bias = None if self.bias is None else self.bias.to(dtype).double()
         return replace(self, hidden=self.hidden.to(dtype).double(), weight=self.weight.to(dtype).double(), bias=bias)
 
+    def to(self, device: str) -> Case:
+        """The same case on another device."""
+        return Case(**{name: None if x is None else x.to(device) for name, x in vars(self).items()})
+
     def leaves(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
         hidden, weight, bias = (
             None if tensor is None else tensor.detach().to(dtype).requires_grad_()
@@ -121,7 +125,7 @@ def options(case: Case, mode: str, shape: str = "plain", **more: Any) -> dict[st
 def from_logits(logits: Tensor, rows: TeacherRows, dtype: torch.dtype, **chosen: Any) -> tuple[Tensor, Tensor]:
     """The summed loss and its gradient in the logits: hidden states are the logits, the head is the identity."""
     hidden = logits.detach().to(dtype, copy=True).requires_grad_()
-    loss = topk_kl(hidden, torch.eye(logits.shape[1], dtype=dtype), rows, reduction="sum", **chosen)
+    loss = topk_kl(hidden, torch.eye(logits.shape[1], dtype=dtype, device=logits.device), rows, reduction="sum", **chosen)
     loss.backward()
     assert hidden.grad is not None
     return loss.detach(), hidden.grad
@@ -166,9 +170,7 @@ def make_case(
     labels[torch.rand(positions, generator=generator) < 0.2] = -100
     u = torch.rand(positions, generator=generator, dtype=torch.float64)
     rows = make_rows(teacher_logits, lengths, k, samples, u)
-    case = Case(hidden, weight, offset if bias else None, rows, labels, teacher_logits)
-    moved = {name: None if x is None else x.to(device) for name, x in vars(case).items()}
-    return Case(**moved)
+    return Case(hidden, weight, offset if bias else None, rows, labels, teacher_logits).to(device)
 
 
 def make_rows(logits_PV: Tensor, lengths_P: Tensor, k: int, samples: int, u_P: Tensor) -> TeacherRows:

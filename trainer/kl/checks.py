@@ -27,7 +27,7 @@ def check_values(packed: PackedPositions, vocab_size: int, *, has_teacher: bool)
     failed = torch.nonzero(torch.stack(broken_X)).tolist() if broken_X else []
     if failed:
         index, rule = failed[0]
-        part = packed.part(slice(index * PART_SIZE, (index + 1) * PART_SIZE))
+        part = packed.part(list(packed.slices(PART_SIZE))[index])
         number = int(_flags(part, vocab_size, has_teacher)[rule].nonzero()[0, 0])
         raise ValueError(
             f"{list(_broken(part, vocab_size, has_teacher))[rule]}: "

@@ -87,12 +87,13 @@ class Gradients:
         self, gemm: Gemm, operand_CV: Tensor, columns_S: Tensor | None, input_PH: Tensor, index_C: Tensor | slice
     ) -> None:
         rows, width = len(operand_CV), input_PH.shape[1]
-        sums = gemm.wide if self._plan.accumulator_dtype != gemm.operand else gemm.operand
         if isinstance(index_C, slice) and input_PH.dtype == gemm.operand:
-            gemm.input_gradient(operand_CV, input_PH[index_C], columns_S, sums)
+            # Chunks come in order: what is behind this one is still to be written.
+            spare_XH = input_PH[index_C.stop :] if self._plan.accumulator_dtype == gemm.operand else None
+            gemm.input_gradient(operand_CV, input_PH[index_C], columns_S, spare_XH)
             return
         part_CH = operand_CV.new_empty(rows, width, dtype=gemm.wide)
-        gemm.input_gradient(operand_CV, part_CH, columns_S, sums)
+        gemm.input_gradient(operand_CV, part_CH, columns_S)
         input_PH[index_C] = part_CH.mul_(self._late_scale).to(input_PH.dtype)
 
     def _significant(self, gradient_CV: Tensor) -> Tensor | None:

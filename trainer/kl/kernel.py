@@ -55,7 +55,7 @@ def take_out(
     broken = position < 0
     if HAS_TEACHER:
         broken |= is_broken(
-            ids_K, logprobs_K, kept_K, log_tail, draws_N, drawn_N, entropy_P, position, V, TAIL, DIVERGENCE
+            ids_K, logprobs_K, kept_K, log_tail_P, draws_N, drawn_N, entropy_P, position, V, TAIL, DIVERGENCE
         )  # fmt: skip
     kept_K, drawn_N = kept_K & (ids_K < V), drawn_N & (draws_N < V)
     log_p_K = log_weights(logprobs_K, kept_K, log_tail, temperature, TAIL)
@@ -194,10 +194,10 @@ def judge(
 
 
 @triton.jit
-def multiply(numbers, factor, out, size, BLOCK: tl.constexpr):
+def multiply(numbers, factor, out, size, BLOCK: tl.constexpr, IN_PLACE: tl.constexpr):
     """out = numbers * factor; in place, a factor of 1, the usual one, costs no traffic."""
     by = tl.load(factor)
-    if (by != 1.0) | (numbers.dtype != out.dtype):
+    if (by != 1.0) | (not IN_PLACE):
         at_B = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         values_B = tl.load(numbers + at_B, mask=at_B < size).to(tl.float32)
         tl.store(out + at_B, (values_B * by).to(out.dtype.element_ty), mask=at_B < size)

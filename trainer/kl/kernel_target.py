@@ -20,7 +20,9 @@ def read_ids(ids_PX, position, X, PADDED: tl.constexpr):
     slots_X = tl.arange(0, PADDED)
     ids_X = tl.full((PADDED,), -1, tl.int32)
     if ids_PX is not None:
-        ids_X = tl.load(ids_PX + position * X + slots_X, mask=slots_X < X, other=-1).to(tl.int32)
+        ids_X = tl.load(ids_PX + position * X + slots_X, mask=slots_X < X, other=-1)
+        # An id of more than 32 bits must not become another's.
+        ids_X = tl.minimum(tl.maximum(ids_X, -1), 2147483647).to(tl.int32)
     return ids_X, ids_X >= 0
 
 
@@ -81,10 +83,11 @@ def unit_gradient(weight, slope_tail, log_q_tail, total, ce_weight):
 
 @triton.jit
 def is_broken(
-    ids_K, logprobs_K, kept_K, log_tail, draws_N, drawn_N, entropy_P, position, V,
+    ids_K, logprobs_K, kept_K, log_tail_P, draws_N, drawn_N, entropy_P, position, V,
     TAIL: tl.constexpr, DIVERGENCE: tl.constexpr,
 ):  # fmt: skip
     """Whether a rule of `checks.py` is broken, but for repeated ids, which the logits tell."""
+    log_tail = tl.load(log_tail_P + position)
     entries = tl.sum(kept_K.to(tl.int32), 0)
     draws = tl.sum(drawn_N.to(tl.int32), 0)
     mass = tl.sum(tl.where(kept_K, tl.exp(logprobs_K), 0.0), 0) + tl.exp(log_tail)
@@ -92,7 +95,8 @@ def is_broken(
     broken |= ~((mass > 0.5) & (mass < 2.0))
     broken |= (entries >= V) & (log_tail > -INF)
     if DIVERGENCE == "reverse":
-        broken |= (entries < V) & (log_tail == -INF)
+        broken |= ((entries < V) & (log_tail == -INF)) | (log_tail >= 0)
+        broken |= tl.sum((kept_K & (logprobs_K == -INF)).to(tl.int32), 0) > 0
     if TAIL == "sampled":
         entropy = tl.load(entropy_P + position)
         broken |= (draws == 0) & (log_tail > -INF)
@@ -107,7 +111,7 @@ def log_weights(logprobs_K, kept_K, log_tail, temperature, TAIL: tl.constexpr):
     log_mass = log_sum(log_p_K)
     log_kept = 0.0
     if TAIL != "renorm":
-        log_kept = tl.log(1.0 - tl.exp(log_tail))
+        log_kept = tl.log(rest_of(log_tail))
     return log_p_K + tl.where(log_mass > -INF, log_kept - log_mass, 0.0)
 
 
@@ -169,9 +173,16 @@ def store_figures(
     tl.store(figures_F + 0, value)
     tl.store(figures_F + 1, -log_q_label)
     tl.store(figures_F + 2, value - head)
-    tl.store(figures_F + 3, 1.0 - tl.exp(log_tail))
+    tl.store(figures_F + 3, rest_of(log_tail))
     tl.store(figures_F + 4, entropy)
     tl.store(figures_F + 5, (log_q_likeliest >= log_q_max).to(tl.float32))
+
+
+@triton.jit
+def rest_of(log_t):
+    """1 - t: a series where the subtraction would cancel."""
+    series = 1.0 + log_t * (1 / 2 + log_t * (1 / 6 + log_t * (1 / 24 + log_t * (1 / 120 + log_t * (1 / 720)))))
+    return tl.where(log_t > -0.25, -log_t * series, 1.0 - tl.exp(log_t))
 
 
 @triton.jit

@@ -5,6 +5,7 @@ Shapes: P positions, R positions that count, C positions of a part.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -66,8 +67,10 @@ class PackedPositions:
         return Part(index_C, counted, self.rows.select(index_C), self.weight_R[counted], labels_C, self.objective)
 
     def slices(self, size: int) -> Iterator[slice]:
-        """All of them in order, `size` at a time."""
-        return (slice(start, min(start + size, len(self))) for start in range(0, len(self), size))
+        """All of them in order, `size` at a time; what is left over comes first."""
+        first = len(self) % size or size
+        edges = [0, *range(first, len(self) + 1, size)]
+        return (slice(start, stop) for start, stop in itertools.pairwise(edges))
 
     def parts(self, size: int) -> Iterator[Part]:
         """All of them in order, `size` at a time."""

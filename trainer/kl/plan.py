@@ -10,11 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .gemm import wide_dtype
+from .gemm import TILE, wide_dtype
 from .vocab_parallel import VocabShard
-
-# Rows of a chunk are a multiple of it where there are that many: a step of a GPU's GEMMs.
-ROW_MULTIPLE = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +46,4 @@ class Plan:
             buffers = 1 + self.with_stats + capped
             row_bytes = vocab_size * (buffers * wide.itemsize + (operand != wide) * operand.itemsize)
         most = max(1, self.chunk_bytes // row_bytes)
-        most = most // ROW_MULTIPLE * ROW_MULTIPLE or most
-        chunks = max(1, -(-positions // most))
-        # Evenly, for none to be too small to keep a GPU busy.
-        evenly = max(1, -(-positions // chunks))
-        return min(most, -(-evenly // ROW_MULTIPLE) * ROW_MULTIPLE)
+        return min(most // TILE * TILE or most, max(1, positions))

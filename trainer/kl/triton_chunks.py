@@ -122,5 +122,6 @@ class TritonChunks:
 def scaled(numbers: Tensor, factor: Tensor, out: Tensor) -> Tensor:
     """numbers * factor, a 0-d tensor on the device, into `out`, which may be `numbers`: then a factor of 1 is free."""
     block = 4096
-    multiply[(triton.cdiv(numbers.numel(), block),)](numbers, factor, out, numbers.numel(), BLOCK=block, num_warps=8)
+    grid, in_place = (triton.cdiv(numbers.numel(), block),), out is numbers
+    multiply[grid](numbers, factor, out, numbers.numel(), BLOCK=block, IN_PLACE=in_place, num_warps=8)
     return out
