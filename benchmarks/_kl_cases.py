@@ -118,6 +118,14 @@ def _anchor(hidden_CH: Tensor, weight_VH: Tensor, rows: TeacherRows, labels_C: T
     return define("truncated", log_q_CV, rows, labels_C).sum()
 
 
+def online(case: Case, _: int | None) -> Tensor:
+    """Against a live teacher's whole distribution: its head is run too, the body before it is left out."""
+    with torch.no_grad():
+        log_p_PV = torch.log_softmax(case.hidden_PH @ case.weight_VH.t(), dim=1, dtype=torch.float32)
+    log_q_PV = torch.log_softmax(case.hidden_PH @ case.weight_VH.t(), dim=1, dtype=torch.float32)
+    return torch.nn.functional.kl_div(log_q_PV, log_p_PV, log_target=True, reduction="batchmean")
+
+
 def dense(case: Case, _: int | None) -> Tensor:
     """All positions at once."""
     return _anchor(case.hidden_PH, case.weight_VH, case.rows, case.labels_P) / len(case.hidden_PH)
@@ -161,6 +169,7 @@ def plain_variants() -> list[Variant]:
     """The GEMMs first, then what is written in plain torch."""
     return [
         Variant("gemm", gemms, "none", "gemm", (1024, 2048, 4096, 8192)),
+        Variant("online", online, "none", "online"),
         Variant("dense", dense, "truncated", "dense"),
         Variant("forward_chunked", forward_chunked, "truncated", "forward_chunked", (1024,)),
         Variant("recompute_chunked", recompute_chunked, "truncated", "recompute", (1024, 4096)),

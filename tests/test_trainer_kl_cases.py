@@ -125,7 +125,9 @@ def options(case: Case, mode: str, shape: str = "plain", **more: Any) -> dict[st
 def from_logits(logits: Tensor, rows: TeacherRows, dtype: torch.dtype, **chosen: Any) -> tuple[Tensor, Tensor]:
     """The summed loss and its gradient in the logits: hidden states are the logits, the head is the identity."""
     hidden = logits.detach().to(dtype, copy=True).requires_grad_()
-    loss = topk_kl(hidden, torch.eye(logits.shape[1], dtype=dtype, device=logits.device), rows, reduction="sum", **chosen)
+    loss = topk_kl(
+        hidden, torch.eye(logits.shape[1], dtype=dtype, device=logits.device), rows, reduction="sum", **chosen
+    )
     loss.backward()
     assert hidden.grad is not None
     return loss.detach(), hidden.grad
@@ -136,13 +138,24 @@ def rows_of(
 ) -> TeacherRows:
     """Rows as one writes them down; their entropy is 0.5."""
     entropy = torch.full((len(ids),), 0.5)
-    return TeacherRows(torch.tensor(ids), torch.tensor(probabilities).log(), torch.tensor(log_tail), torch.tensor(draws), entropy)
+    return TeacherRows(
+        torch.tensor(ids), torch.tensor(probabilities).log(), torch.tensor(log_tail), torch.tensor(draws), entropy
+    )
 
 
 def differentiate(loss: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Result:
     """The gradients that a loss gives its leaves."""
     loss.backward()
     return Result(loss.detach(), hidden.grad, weight.grad, None if bias is None else bias.grad)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def log32(value: float) -> float:
+    """The logarithm as float32 stores it."""
+    return float(torch.tensor(value).log())
 
 
 def make_case(

@@ -1,4 +1,4 @@
-"""Every mode against its definition, written out here position by position, so that `reference.py` is not its own judge.
+"""Every mode against its definition, written out position by position: `reference.py` is not its own judge.
 
 Shapes: V vocabulary, K support entries of one row, D outcomes that the objective tells apart.
 """
@@ -11,7 +11,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_trainer_kl_cases import MODES, SHAPED_MODES, SHAPES, Case, Result, assert_close, go_together, make_case, options
+from test_trainer_kl_cases import (
+    MODES,
+    SHAPED_MODES,
+    SHAPES,
+    Case,
+    Result,
+    assert_close,
+    go_together,
+    make_case,
+    options,
+)
 from torch import Tensor
 
 from teachercache.trainer.kl import TeacherRows, topk_kl
@@ -77,7 +87,9 @@ def position_loss(
     return mixed * (temperature**2 if t2_scaling else 1.0)
 
 
-def defined(case: Case, weights: Tensor, *, labels: Tensor | None = None, **settings: Any) -> tuple[Tensor, list[Tensor]]:
+def defined(
+    case: Case, weights: Tensor, *, labels: Tensor | None = None, **settings: Any
+) -> tuple[Tensor, list[Tensor]]:
     """The weighted losses of all positions, 0 where masked, and the leaves that they depend on."""
     leaves = [leaf for leaf in case.leaves(torch.float64) if leaf is not None]
     logits = leaves[0] @ leaves[1].t() + (leaves[2] if len(leaves) > 2 else 0.0)
@@ -111,7 +123,14 @@ def test_is_the_definition(mode: str, shape: str, way: str) -> None:
         upstream = upstream[0]
     student = list(case.leaves(torch.float64))
     loss = topk_kl(
-        student[0], student[1], case.rows, bias=student[2], position_weight=weights, chunk_bytes=1000, **chosen, **WAYS[way]
+        student[0],
+        student[1],
+        case.rows,
+        bias=student[2],
+        position_weight=weights,
+        chunk_bytes=1000,
+        **chosen,
+        **WAYS[way],
     )
     assert_close(result(loss, student, upstream), result(expected, leaves, upstream), relative=1e-13)
 
@@ -135,7 +154,8 @@ def test_loss_and_gradient_agree_by_finite_differences(mode: str, shape: str, ba
 def test_t2_scaling_multiplies_loss_and_gradient_alike(mode: str, impl: str) -> None:
     case = make_case()
     plain, scaled = (
-        case.run(**options(case, mode, temperature=3.0, t2_scaling=on), backward="recompute", impl=impl) for on in (False, True)
+        case.run(**options(case, mode, temperature=3.0, t2_scaling=on), backward="recompute", impl=impl)
+        for on in (False, True)
     )
     for name, value in plain.items():
         torch.testing.assert_close(getattr(scaled, name), 9.0 * value)

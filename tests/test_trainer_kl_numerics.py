@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,10 +17,10 @@ from test_trainer_kl_cases import (
     assert_close,
     from_logits,
     make_case,
+    normal,
     options,
     rows_of,
 )
-from torch import Tensor
 
 from teachercache.trainer.kl import TeacherRows, topk_kl
 from teachercache.trainer.kl.objective import Objective
@@ -30,10 +29,6 @@ from teachercache.trainer.kl.targets import build_targets
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NATS_32 = 5e-6
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("log_gap", [0.0, 3.0, -3.0])
@@ -87,7 +82,9 @@ def test_reverse_keeps_its_digits_where_the_teacher_s_tail_is_tiny(log_tail: flo
     loss, gradient = from_logits(logits, rows, torch.float32, **arguments("reverse-bucket", torch.tensor([0])))
     q = logits.softmax(1)[0].requires_grad_()
     outcomes = torch.stack([q[1], q[2], 1 - q[1] - q[2]])
-    expected = (outcomes * (outcomes.log() - torch.tensor([0.75, 0.25, 1.0]).double().log())).sum() - outcomes[2] * log_tail
+    expected = (outcomes * (outcomes.log() - torch.tensor([0.75, 0.25, 1.0]).double().log())).sum() - outcomes[
+        2
+    ] * log_tail
     assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-6)
     (slope,) = torch.autograd.grad(expected, q)
     in_logits = q.detach() * (slope - (q.detach() * slope).sum())
@@ -216,15 +213,6 @@ def test_softcap_is_exact_from_the_smallest_to_the_largest_logits(size: float) -
     truth, expected = from_logits(logits, case.rows, torch.float64, softcap=30.0, impl="reference")
     torch.testing.assert_close(loss.double(), truth, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradient.double(), expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.fixture
-def poisoned_memory() -> Iterator[None]:
-    """Memory that nobody wrote to reads as NaN."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.usefixtures("poisoned_memory")

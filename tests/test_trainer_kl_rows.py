@@ -1,4 +1,4 @@
-"""Rows of every kind: repeats, labels among them, no support, weights of one's own, padding, masks, a smaller vocabulary."""
+"""Rows of every kind: repeats, labels among them, no support, own weights, padding, masks, a smaller vocabulary."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from test_trainer_kl_cases import (
     assert_close,
     differentiate,
     from_logits,
+    log32,
     make_case,
     make_rows,
+    normal,
     options,
     rows_of,
 )
@@ -27,20 +29,13 @@ from teachercache.trainer.kl import TeacherRows, topk_kl
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def log32(value: float) -> float:
-    return float(torch.tensor(value).log())
-
-
-def test_equal_draws_add_up() -> None:
-    logits, t = normal(1, 9, seed=2), 0.5
-    rows = rows_of([[1]], [[0.5]], [log32(t)], [[4, 4, 4, 7]])
+def test_equal_draws_add_up_and_padding_is_none() -> None:
+    logits, t = normal(2, 9, seed=2), 0.5
+    rows = rows_of([[1]] * 2, [[0.5]] * 2, [log32(t)] * 2, [[4, 4, 4, 7], [-1, 0, 4, -1]])
     _, gradient = from_logits(logits, rows, torch.float64, tail="sampled")
-    target = torch.zeros(1, 9, dtype=torch.float64)
+    target = torch.zeros(2, 9, dtype=torch.float64)
     target[0, 1], target[0, 4], target[0, 7] = 0.5, 0.75 * t, 0.25 * t
+    target[1, 1], target[1, 0], target[1, 4] = 0.5, 0.5 * t, 0.5 * t
     torch.testing.assert_close(gradient, logits.softmax(1) - target, rtol=1e-7, atol=1e-7)
 
 
@@ -159,10 +154,7 @@ def test_masked_positions_are_never_read(mode: str, how: str, backward: str) -> 
     shape = "mixed" if mode in TAILS and mode != "renorm_both" else "plain"
     expected = kept.run(**options(kept, mode, shape, **way) | {"labels": kept.labels})
     chosen = options(poisoned, mode, shape, **mask) | {"labels": poisoned.labels}
-    if backward == "none":
-        actual = summed(poisoned, masked, chosen)
-    else:
-        actual = poisoned.run(**chosen, **way)
+    actual = summed(poisoned, masked, chosen) if backward == "none" else poisoned.run(**chosen, **way)
     for name in ("loss", "weight", "bias"):
         torch.testing.assert_close(getattr(actual, name), getattr(expected, name))
     torch.testing.assert_close(actual.hidden[~masked], expected.hidden)
@@ -242,7 +234,9 @@ def test_what_is_left_beside_a_likely_token_of_another_vocabulary_is_a_distribut
     kept, dropped = smaller(rows, 20)
     assert dropped == 2
     expected = torch.tensor([0.0, 3e-7, 1e-7, 5e-8]) / 4.5e-7
-    torch.testing.assert_close(torch.cat([kept.logprobs_PK[0], kept.log_tail_mass_P]).exp(), expected, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(
+        torch.cat([kept.logprobs_PK[0], kept.log_tail_mass_P]).exp(), expected, rtol=1e-5, atol=0.0
+    )
 
 
 def test_a_row_that_is_all_of_another_vocabulary_has_no_entry() -> None:
@@ -251,6 +245,8 @@ def test_a_row_that_is_all_of_another_vocabulary_has_no_entry() -> None:
     assert dropped == 1
     assert (kept.token_ids_PK[0] < 0).all()
     assert torch.equal(kept.logprobs_PK[1], rows.logprobs_PK[1])
-    with pytest.raises(ValueError, match="must have an entry .*: not so at position 0"):
+    with pytest.raises(ValueError, match=r"must have an entry .*: not so at position 0"):
         topk_kl(normal(2, 20), torch.eye(20).double(), kept)
-    assert torch.isfinite(topk_kl(normal(2, 20), torch.eye(20).double(), kept, position_weight=torch.tensor([0.0, 1.0])))
+    assert torch.isfinite(
+        topk_kl(normal(2, 20), torch.eye(20).double(), kept, position_weight=torch.tensor([0.0, 1.0]))
+    )

@@ -73,10 +73,11 @@ def shape_logits(logits_CV: Tensor, bias_V: Tensor | None, objective: Objective)
         if scale != temperature:
             logits_CV *= scale / temperature
         return scale / temperature
-    # A column that its bias switches off stays off.
-    off_CV = logits_CV == -torch.inf
     slope_CV = logits_CV.mul_(scale / cap).tanh_().square()
-    logits_CV.mul_(cap / temperature).masked_fill_(off_CV, -torch.inf)
+    logits_CV.mul_(cap / temperature)
+    if bias_V is not None:
+        # A column that its bias switches off stays off.
+        logits_CV.masked_fill_(bias_V == -torch.inf, -torch.inf)
     return slope_CV.neg_().add_(1.0).mul_(scale / temperature)
 
 

@@ -145,10 +145,12 @@ class Recomputed(torch.autograd.Function):
         largest = upstream_R.abs().amax() if len(upstream_R) else torch.ones_like(ctx.plan.scale)
         scale = torch.where(largest > 0, largest, 1.0)
         plan = replace(ctx.plan, with_stats=False, scale=scale)
-        walk = Pass(factors, bias_V, ctx.packed, plan)
-        gradients = Gradients(factors, bias_V, plan, walk.gemm_dtype)
-        walk.run(upstream_R / scale, gradients.kernel_scale, gradients)
-        return None, None, *gradients.times(torch.ones_like(scale), keep=False)
+        # As in forward: a backward inside of an autocast region is not to round anything else.
+        with torch.autocast(scale.device.type, enabled=False):
+            walk = Pass(factors, bias_V, ctx.packed, plan)
+            gradients = Gradients(factors, bias_V, plan, walk.gemm_dtype)
+            walk.run(upstream_R / scale, gradients.kernel_scale, gradients)
+            return None, None, *gradients.times(torch.ones_like(scale), keep=False)
 
 
 def as_factors(tensors: Sequence[Tensor]) -> list[Factor]:

@@ -104,7 +104,7 @@ class Gemm:
 def _parts(rows: int, weight_SH: Tensor, spare_XH: Tensor | None) -> int:
     """Into how many parts a sum over the vocabulary is best split for its tiles to come out even on the GPU's cores."""
     vocab_size, width = weight_SH.shape
-    if not weight_SH.is_cuda or weight_SH.dtype.itemsize != 2 or vocab_size % 32:
+    if not weight_SH.is_cuda or weight_SH.dtype.itemsize != 2 or vocab_size % 32 or not weight_SH.is_contiguous():
         return 1
     cores = torch.cuda.get_device_properties(weight_SH.device).multi_processor_count
     tiles = -(-rows // TILE) * -(-width // TILE)

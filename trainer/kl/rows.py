@@ -82,6 +82,10 @@ class TeacherRows:
         """The same rows on another device."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
+    def contiguous(self) -> TeacherRows:
+        """The same rows, as tensors without gaps; copied where they have some, as a smaller k's columns do."""
+        return self._map(Tensor.contiguous)
+
     def within(self, vocab_size: int) -> tuple[TeacherRows, int]:
         """The rows of a smaller vocabulary, and how many entries were dropped, whose places become padding.
 

@@ -51,11 +51,13 @@ class SupportOnly(torch.autograd.Function):
             torch.zeros_like(tensor, dtype=walk.wide) if wanted else None
             for tensor, wanted in zip(given, ctx.plan.wants, strict=True)
         ]
-        for part in ctx.packed.parts(walk.rows):
-            gathered = walk.gather(part)
-            divergence, _, slope = walk.judge(part, gathered)
-            gradient_CK = upstream_R[part.counted, None] * divergence.support_CK * slope
-            walk.add(part, gathered, gradient_CK, sums)
+        # As in forward: a backward inside of an autocast region is not to round anything else.
+        with torch.autocast(upstream_R.device.type, enabled=False):
+            for part in ctx.packed.parts(walk.rows):
+                gathered = walk.gather(part)
+                divergence, _, slope = walk.judge(part, gathered)
+                gradient_CK = upstream_R[part.counted, None] * divergence.support_CK * slope
+                walk.add(part, gathered, gradient_CK, sums)
         typed = [None if total is None else total.to(tensor.dtype) for total, tensor in zip(sums, given, strict=True)]
         return None, None, *typed
 

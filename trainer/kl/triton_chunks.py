@@ -45,11 +45,11 @@ class TritonChunks:
         has_teacher: bool,
         with_stats: bool,
     ) -> None:
-        self._packed, self._scale = packed, scale
+        self._packed, self._rows, self._scale = packed, packed.rows.contiguous(), scale
         self._has_teacher, self._with_stats = has_teacher, with_stats
         device, objective = scale.device, packed.objective
-        self._draws_PN = packed.rows.tail_token_ids_PN if objective.tail == "sampled" else None
-        self._k = packed.rows.token_ids_PK.shape[1]
+        self._draws_PN = self._rows.tail_token_ids_PN if objective.tail == "sampled" else None
+        self._k = self._rows.token_ids_PK.shape[1]
         self._samples = 0 if self._draws_PN is None else self._draws_PN.shape[1]
         self.broken_R = torch.zeros(len(packed), dtype=torch.int8, device=device)
         self._z_CX = torch.empty(rows, self._k + self._samples + 1, device=device)
@@ -73,7 +73,8 @@ class TritonChunks:
         gradient: bool,
     ) -> ChunkResult:
         """The positions' losses; in `gradient_CV`, the logits' memory, the gradient of weight * scale * loss."""
-        packed, objective, rows = self._packed, self._packed.objective, self._packed.rows
+        packed, objective, rows = self._packed, self._packed.objective, self._rows
+        bias_V = None if bias_V is None else bias_V.contiguous()
         size, vocab_size = logits_CV.shape
         index_C = None if packed.positions_R is None else packed.positions_R[counted]
         labels_C = None if packed.labels_R is None else packed.labels_R[counted]
