@@ -53,7 +53,7 @@ def test_a_head_that_is_a_view_of_another() -> None:
     hidden, weight = case.hidden.bfloat16(), case.weight.bfloat16()
     loss = topk_kl(hidden.requires_grad_(), weight.t().contiguous().t().requires_grad_(), case.rows)
     expected = topk_kl(hidden, weight, case.rows)
-    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     loss.backward()
     assert torch.isfinite(hidden.grad).all()
 

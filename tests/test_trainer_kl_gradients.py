@@ -12,6 +12,7 @@ from test_trainer_kl_cases import (
     SHAPED_MODES,
     TOLERANCE,
     Case,
+    Result,
     assert_close,
     assert_no_worse_than_plain,
     differentiate,
@@ -22,6 +23,8 @@ from test_trainer_kl_cases import (
 from teachercache.trainer.kl import topk_kl
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -36,7 +39,7 @@ def test_errs_no_more_than_plain_pytorch(mode: str, shape: str, bias: bool, dtyp
     assert_no_worse_than_plain(actual, case.plain(dtype, **chosen), case.truth(dtype, **chosen), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])])
 @pytest.mark.parametrize("mode", MODES)
 def test_large_logits_keep_their_digits_in_bf16(mode: str, device: str) -> None:
     # Rounded to bf16 before the softmax, logits of this size change gradients by several percent.
@@ -48,7 +51,7 @@ def test_large_logits_keep_their_digits_in_bf16(mode: str, device: str) -> None:
         expected = getattr(truth, name)
         ours, theirs = ((getattr(result, name).double() - expected).norm() for result in (actual, plain))
         assert ours < 4e-3 * expected.norm()
-        assert theirs > 2 * ours
+        assert theirs > 5 * ours
 
 
 @pytest.mark.parametrize("backward", ["in_forward", "recompute"])
@@ -187,16 +190,20 @@ def test_float16_gradients_survive_a_count_that_would_push_them_out_of_range() -
         assert error < 1e-2
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
 @pytest.mark.parametrize("backward", ["in_forward", "recompute"])
 @pytest.mark.parametrize("mode", MODES)
-def test_autocast_rounds_the_operands_and_nothing_else(mode: str, backward: str) -> None:
+def test_autocast_rounds_the_operands_and_nothing_else(mode: str, backward: str, inside: bool) -> None:
     case = make_case(positions=33, vocab=523, width=61)
     chosen = options(case, mode, backward=backward)
     leaves = case.leaves(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         loss = topk_kl(*leaves[:2], case.rows, bias=leaves[2], **chosen)
-    # Left before backward runs, as everyone does.
-    actual = differentiate(loss, *leaves)
+        if inside:
+            loss.backward()
+    if not inside:
+        loss.backward()
+    actual = Result(loss.detach(), *(leaf.grad for leaf in leaves))
     rounded = case.rounded(torch.bfloat16)
     # The bias is added to float32 logits, so autocast leaves it alone.
     exact = Case(rounded.hidden, rounded.weight, case.bias, case.rows, case.labels, case.teacher_logits)

@@ -57,7 +57,9 @@ def small(device: str, **sizes: Any) -> Case:
 
 def check_against_plain(device: str, dtype: torch.dtype, mode: str, shape: str, **how: Any) -> None:
     """The kernels' loss and gradients err no more than plain PyTorch's."""
-    bias, positions = shape != "plain", 3 if device == "cpu" else 301
+    # A bias is added after logits are rounded, which plain PyTorch does before: other errors, as large.
+    bias = shape != "plain" and how.get("logits_dtype") is None
+    positions = 3 if device == "cpu" else 301
     case = small(device, bias=bias) if device == "cpu" else make_case(301, 5003, 203, 17, 9, bias=bias, device=device)
     # Chunks, the last of them smaller.
     chunk_bytes = -(-positions // 2) * len(case.weight) * 4

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .gemm import Factor
@@ -37,11 +38,13 @@ def read_head(hidden_PH: Tensor, head: Tensor | nn.Module, bias_V: Tensor | None
         raise ValueError("give a head as a module or a weight with a bias, not a module and a bias")
     layer: Any = _active_copy(head)
     adapters = []
-    if hasattr(layer, "lora_A"):
+    if isinstance(getattr(layer, "lora_A", None), nn.ModuleDict):
         adapters = _adapters(hidden_PH, layer)
         layer = layer.get_base_layer()
-    if type(layer) is not nn.Linear:
-        raise ValueError(f"a head must be a weight, nn.Linear or a LoRA-wrapped nn.Linear, not {type(layer).__name__}")
+    # FSDP2 and parametrizations give a layer a class of its own, but not another forward.
+    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+        name = f"{type(layer).__module__}.{type(layer).__qualname__}"
+        raise ValueError(f"a head must be a weight, nn.Linear or a LoRA-wrapped nn.Linear, not {name}")
     bias_V = None if layer.bias is None else _gathered(layer.bias)
     return Head([Factor(hidden_PH, _gathered(layer.weight)), *adapters], bias_V)
 
@@ -61,6 +64,9 @@ def _active_copy(module: nn.Module) -> nn.Module:
 
 def _adapters(hidden_PH: Tensor, layer: Any) -> list[Factor]:
     """The products of a peft LoRA layer's active adapters; A and dropout by autograd, B as a head of its own."""
+    if layer.disable_adapters and layer.merged:
+        # as its forward does
+        layer.unmerge()
     if layer.disable_adapters or layer.merged:
         return []
     factors = []
@@ -71,8 +77,9 @@ def _adapters(hidden_PH: Tensor, layer: Any) -> list[Factor]:
         if kind is not None or layer.lora_B[name].bias is not None:
             raise ValueError(f"adapter {name!r} of the head is more than B A: merge it into the weight first")
         down: nn.Linear = layer.lora_A[name]
-        low_PR = down(layer.lora_dropout[name](hidden_PH.to(down.weight.dtype))) * layer.scaling[name]
-        factors.append(Factor(low_PR, layer.lora_B[name].weight))
+        dropped_PH = layer.lora_dropout[name](hidden_PH.to(down.weight.dtype))
+        low_PR = F.linear(dropped_PH, _gathered(down.weight)) * layer.scaling[name]
+        factors.append(Factor(low_PR, _gathered(layer.lora_B[name].weight)))
     return factors
 
 
