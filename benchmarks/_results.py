@@ -37,11 +37,10 @@ def hardware() -> str:
 def finish(name: str, figures: dict[str, Any], packages: list[str], args: argparse.Namespace) -> None:
     """Print the figures and keep them where `--save` asks for it."""
     root = Path(__file__).parent.parent
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
     result = {
         "benchmark": name,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit.stdout.strip() or None,
+        "commit": _commit(root),
         "hardware": {"name": hardware(), "cpu": _cpu(), "cores": os.cpu_count()},
         "versions": {"python": platform.python_version()}
         | {package: metadata.version(package) for package in packages},
@@ -55,6 +54,14 @@ def finish(name: str, figures: dict[str, Any], packages: list[str], args: argpar
     else:
         for key, value in figures.items():
             print(f"{key:40} {value}")
+
+
+def _commit(root: Path) -> str | None:
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return head.stdout.strip() or None
 
 
 def _cpu() -> str:

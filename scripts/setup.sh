@@ -123,7 +123,7 @@ check_machine() {
     need "memory" "$(memory_mb)" 5500 "The demo and the tests run a real language model."
     present=0
     [ ! -d .venv ] || present=$(du -sk .venv | awk '{ print int($1 / 1024) }')
-    room=$((6000 - present))
+    room=$((7000 - present))
     [ "$room" -gt 1000 ] || room=1000
     need "free disk" "$(free_mb)" "$room" "Packages, the model and the caches take it."
 }

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+try:
+    ctypes.CDLL("libcuda.so.1")
+except OSError:
+    # Without a GPU kernels run in Triton's interpreter, if that is chosen before anything imports triton.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +22,25 @@ def teacher_dir() -> Path:
     from teachercache.demo.model import ensure_model
 
     return ensure_model()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tensors of a few kilobytes: on a busy machine, threads that wait for one another cost a hundredfold."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Memory that nobody wrote to reads as NaN."""
+    import torch
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,21 +1,28 @@
-"""What is allocated: never a [positions, vocabulary] tensor, and no gradient that nobody asked for."""
+"""What is allocated: never a [positions, vocabulary] tensor, no gradient that nobody asked for, never much at once."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from test_trainer_kl_cases import TAILS, make_case
+from test_trainer_kl_cases import FULL_MODES, MODES, make_case, options
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from teachercache.trainer.kl import fused, topk_kl
+from teachercache.trainer.kl import chunk, topk_kl
 
-POSITIONS, VOCAB, WIDTH = 100, 1009, 32
-CHUNK_BYTES = 60_000
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+POSITIONS, VOCAB, WIDTH = 100, 4001, 16
+# Rows of logits begin at multiples of 16 entries.
+PADDED = 4016
+CHUNK_BYTES = 240_000
 HEAD_BYTES = VOCAB * WIDTH * 4
+EXTRAS: dict[str, dict[str, Any]] = {"loss": {}, "stats": {"return_stats": True}, "capped": {"softcap": 3.0}}
 
 
 class Allocations(TorchDispatchMode):
@@ -37,46 +44,92 @@ class Allocations(TorchDispatchMode):
         return {shape for shape, nbytes in self.shapes.items() if nbytes > size}
 
 
-def allocations(dtype: torch.dtype, *, head: bool = True, grad: bool = True, **options: Any) -> Allocations:
+def step(
+    dtype: torch.dtype, mode: str = "bucket", *, head: bool = True, grad: bool = True, **more: Any
+) -> Callable[[], None]:
+    """Loss and gradients, ready to be computed."""
     case = make_case(POSITIONS, VOCAB, WIDTH, k=8, samples=4, bias=False)
     hidden, weight, _ = case.leaves(dtype)
     weight.requires_grad_(head)
-    with Allocations() as recorded, torch.set_grad_enabled(grad):
-        loss = topk_kl(hidden, weight, case.rows, chunk_bytes=CHUNK_BYTES, **options)
-        loss = loss[0] if isinstance(loss, tuple) else loss
-        if grad:
-            loss.backward()
-    assert (weight.grad is not None) == (head and grad)
+    chosen = {"chunk_bytes": CHUNK_BYTES, **options(case, mode, **more)}
+
+    def run() -> None:
+        with torch.set_grad_enabled(grad):
+            loss = topk_kl(hidden, weight, case.rows, **chosen)
+            loss = loss[0] if isinstance(loss, tuple) else loss
+            if grad:
+                loss.backward()
+        assert (weight.grad is not None) == (head and grad)
+
+    return run
+
+
+def allocations(run: Callable[[], None]) -> Allocations:
+    with Allocations() as recorded:
+        run()
     return recorded
+
+
+def peak(run: Callable[[], None]) -> int:
+    """Bytes that are held at worst beside what was there before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
 
 
 def test_the_case_can_tell() -> None:
     assert HEAD_BYTES > CHUNK_BYTES
-    assert (POSITIONS, VOCAB) in allocations(torch.float32, impl="reference").larger_than(HEAD_BYTES)
+    dense = step(torch.float32, impl="reference")
+    assert (POSITIONS, VOCAB) in allocations(dense).larger_than(HEAD_BYTES)
+    assert peak(dense) > 3 * POSITIONS * VOCAB * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("stats", [False, True], ids=["loss", "stats"])
-@pytest.mark.parametrize("tail", TAILS)
-def test_only_the_head_s_gradient_is_larger_than_a_chunk(tail: str, stats: bool, dtype: torch.dtype) -> None:
-    recorded = allocations(dtype, tail=tail, return_stats=stats)
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("mode", FULL_MODES)
+def test_only_the_head_s_gradient_is_larger_than_a_chunk(mode: str, extra: str, dtype: torch.dtype) -> None:
+    recorded = allocations(step(dtype, mode, **EXTRAS[extra]))
     assert recorded.larger_than(CHUNK_BYTES) == {(VOCAB, WIDTH)}
-    # The entropy's scratch is a second buffer like the logits. Both are in the bound, and make use of it.
-    widest = max(size for shape, size in recorded.shapes.items() if shape[-1:] == (VOCAB,))
-    assert CHUNK_BYTES / 2 < widest * (1 + stats) <= CHUNK_BYTES
+    # The entropy's scratch and the cap's slope are a second buffer like the logits. The bound is made use of.
+    widest = max(size for shape, size in recorded.shapes.items() if shape and shape[-1] in (VOCAB, PADDED))
+    assert CHUNK_BYTES / 2 < widest * (1 if extra == "loss" else 2) <= CHUNK_BYTES * PADDED / VOCAB
+
+
+@pytest.mark.parametrize("backward", ["in_forward", "recompute"])
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_held_at_once(mode: str, extra: str, backward: str) -> None:
+    gradients = HEAD_BYTES + POSITIONS * WIDTH * 4
+    # What a chunk's positions have by entry, and all have by position.
+    small = 100 * POSITIONS
+    assert peak(step(torch.float32, mode, backward=backward, **EXTRAS[extra])) <= gradients + CHUNK_BYTES + small
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in FULL_MODES])
+def test_a_support_alone_needs_no_row_of_logits(mode: str) -> None:
+    recorded = allocations(step(torch.float32, mode))
+    assert {shape for shape in recorded.shapes if {VOCAB, PADDED} & set(shape)} == {(VOCAB, WIDTH)}
+    assert recorded.larger_than(CHUNK_BYTES) == {(VOCAB, WIDTH)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("frozen", ["head", "all"])
-def test_a_frozen_head_has_no_gradient_of_its_size(dtype: torch.dtype, frozen: str) -> None:
-    recorded = allocations(dtype, head=False, grad=frozen == "head")
+@pytest.mark.parametrize("backward", ["in_forward", "recompute"])
+@pytest.mark.parametrize("mode", ["bucket", "renorm_both"])
+def test_a_frozen_head_has_no_gradient_of_its_size(mode: str, backward: str, dtype: torch.dtype) -> None:
+    recorded = allocations(step(dtype, mode, head=False, backward=backward))
     assert not recorded.larger_than(CHUNK_BYTES)
     assert (VOCAB, WIDTH) not in recorded.shapes
 
 
-def test_without_grad_only_the_loss_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(fused, "write_gradient")
-    recorded = allocations(torch.float32, grad=False)
+@pytest.mark.parametrize("mode", MODES)
+def test_without_grad_only_the_loss_is_computed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(chunk, "write_gradient")
+    recorded = allocations(step(torch.float32, mode, grad=False))
     assert not recorded.larger_than(CHUNK_BYTES)
     assert (POSITIONS, WIDTH) not in recorded.shapes
 
@@ -97,7 +150,7 @@ def test_masked_positions_cost_no_gemm() -> None:
     mask[::40] = 1
     with Allocations() as recorded:
         topk_kl(hidden, weight, case.rows, position_weight=mask).backward()
-    assert {shape[0] for shape in recorded.shapes if shape[1:] == (VOCAB,)} == {3}
+    assert {shape[0] for shape in recorded.shapes if shape[1:] in ((VOCAB,), (PADDED,))} == {3}
 
 
 def test_a_chunk_holds_at_least_one_position() -> None:

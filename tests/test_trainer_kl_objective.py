@@ -11,10 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from test_trainer_kl_cases import TAILS, make_case, make_rows, systematic_draws
+from test_trainer_kl_cases import FULL_MODES, MODES, make_case, make_rows, options, systematic_draws
 from torch import Tensor
 
 from teachercache.trainer.kl import KLStats, TeacherRows, targets, topk_kl
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def kl(logits: Tensor, rows: TeacherRows, tail: str, **options: object) -> Tensor:
@@ -32,13 +34,24 @@ def gradient(loss: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
     return torch.autograd.grad(loss(leaf), leaf)[0]
 
 
-def test_bucket_is_a_lower_bound_of_the_full_kl_and_not_negative() -> None:
+def full_divergence(teacher: Tensor, student: Tensor, divergence: str) -> Tensor:
+    if divergence == "reverse":
+        return full_kl(student, teacher)
+    if divergence == "jsd":
+        mixture = (0.3 * teacher.softmax(1) + 0.7 * student.softmax(1)).log()
+        return 0.3 * full_kl(teacher, mixture) + 0.7 * full_kl(student, mixture)
+    return full_kl(teacher, student)
+
+
+@pytest.mark.parametrize("divergence", ["forward", "reverse", "jsd"])
+def test_bucket_is_a_lower_bound_of_the_full_divergence_and_not_negative(divergence: str) -> None:
     case = make_case(positions=50)
     student = case.hidden @ case.weight.t()
-    for position in range(50):
-        row = case.rows.select(slice(position, position + 1))
-        bucket = float(kl(student[position : position + 1], row, "bucket"))
-        assert -1e-7 <= bucket <= float(full_kl(case.teacher_logits, student)[position]) + 1e-6
+    bucket = topk_kl(
+        case.hidden, case.weight, case.rows, tail="bucket", divergence=divergence, beta=0.3, reduction="none"
+    )
+    assert (bucket >= -1e-7).all()
+    assert (bucket <= full_divergence(case.teacher_logits, student, divergence) + 1e-6).all()
 
 
 def test_bucket_is_the_kl_of_the_outcomes_it_tells_apart() -> None:
@@ -78,16 +91,30 @@ def test_rounded_logprobs_do_not_move_the_optimum_off_mass_one(tail: str) -> Non
     assert summed.abs().max() < 1e-7
 
 
-@pytest.mark.parametrize("tail", ["bucket", "truncated"])
-def test_optimum(tail: str) -> None:
-    """Gradient zero at the teacher for `bucket`; for `truncated` at p/M, which moves all tail mass to the support."""
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "sampled"])
+def test_optimum(mode: str) -> None:
+    """Gradient zero at the teacher for the buckets; at p/M, which has all tail mass in the support, for the rest."""
     case = make_case(positions=9, ragged=False)
+    chosen = options(case, mode)
+    # To the teacher itself the label is one more draw: it is where the whole tail goes.
+    labels = case.rows.tail_token_ids_PN[:, 0]
+    chosen = chosen | ({"labels": labels} if "labels" in chosen else {})
     log_p = case.teacher_logits.log_softmax(1)
     off_support = torch.ones_like(log_p, dtype=torch.bool).scatter(1, case.rows.token_ids_PK, False)
-    best = log_p if tail == "bucket" else log_p.masked_fill(off_support, -1e4)
-    assert gradient(lambda z: kl(z, case.rows, tail), best).abs().max() < 1e-7
-    if tail == "truncated":
-        assert gradient(lambda z: kl(z, case.rows, tail), log_p).abs().max() > 1e-2
+    best = log_p if "bucket" in mode else log_p.masked_fill(off_support, -1e4)
+    if mode == "to_label":
+        best = best.scatter(1, labels[:, None], case.rows.log_tail_mass_P.double()[:, None])
+    assert gradient(lambda z: kl(z, case.rows, **chosen), best).abs().max() < 1e-7
+    if mode in ("truncated", "renorm", "to_label"):
+        assert gradient(lambda z: kl(z, case.rows, **chosen), log_p).abs().max() > 1e-2
+
+
+def test_renorm_both_says_nothing_of_the_mass_on_the_support() -> None:
+    case = make_case(positions=9, ragged=False)
+    log_p = case.teacher_logits.log_softmax(1)
+    elsewhere = log_p.scatter_add(1, case.rows.token_ids_PK, torch.full((9, 5), -3.0).double())
+    for mode in ("renorm_both", "reverse-renorm_both", "jsd-renorm_both"):
+        assert gradient(lambda z, m=mode: kl(z, case.rows, **options(case, m)), elsewhere).abs().max() < 1e-7
 
 
 def test_cross_entropy_alone_is_pytorch_s_and_needs_no_rows() -> None:
@@ -110,9 +137,14 @@ def test_labels_without_weight_only_mask() -> None:
 def test_auto_follows_the_rows() -> None:
     case = make_case()
     plain = replace(case.rows, tail_token_ids_PN=None, entropy_P=None)
-    for rows, tail in ((case.rows, "sampled"), (plain, "bucket")):
-        explicit = topk_kl(case.hidden, case.weight, rows, tail=tail)
-        assert torch.equal(topk_kl(case.hidden, case.weight, rows), explicit)
+    for rows, divergence, tail in (
+        (case.rows, "forward", "sampled"),
+        (plain, "forward", "bucket"),
+        (case.rows, "reverse", "bucket"),
+        (case.rows, "jsd", "bucket"),
+    ):
+        explicit = topk_kl(case.hidden, case.weight, rows, tail=tail, divergence=divergence)
+        assert torch.equal(topk_kl(case.hidden, case.weight, rows, divergence=divergence), explicit)
 
 
 def integral_over_u(teacher_V: Tensor, samples: int) -> tuple[TeacherRows, Tensor]:
@@ -163,44 +195,48 @@ def test_a_row_of_the_sampled_loss_may_be_negative_and_is_not_clamped() -> None:
     assert values.mean().abs() < 0.1
 
 
-@pytest.mark.parametrize("tail", TAILS)
-def test_stats_are_those_of_the_definition(tail: str) -> None:
+@pytest.mark.parametrize("backward", ["in_forward", "recompute"])
+@pytest.mark.parametrize("mode", MODES)
+def test_stats_are_those_of_the_definition(mode: str, backward: str) -> None:
     case = make_case(positions=31, bias=False)
     weights = torch.rand(31, generator=torch.Generator().manual_seed(0))
+    mixed = mode in FULL_MODES
+    chosen = options(case, mode, "everything" if mixed else "capped", position_weight=weights, backward=backward)
+    chosen |= {"labels": case.labels, "chunk_bytes": 3000}
     figures: dict[str, KLStats] = {}
     for impl in ("torch", "reference"):
-        plain = topk_kl(
-            case.hidden,
-            case.weight,
-            case.rows,
-            tail=tail,
-            labels=case.labels,
-            ce_weight=0.3,
-            impl=impl,
-            position_weight=weights,
-        )
-        loss, figures[impl] = topk_kl(
-            case.hidden,
-            case.weight,
-            case.rows,
-            tail=tail,
-            labels=case.labels,
-            ce_weight=0.3,
-            impl=impl,
-            position_weight=weights,
-            chunk_bytes=3000,
-            return_stats=True,
-        )
+        plain = topk_kl(case.hidden, case.weight, case.rows, impl=impl, **chosen)
+        loss, figures[impl] = topk_kl(case.hidden, case.weight, case.rows, impl=impl, return_stats=True, **chosen)
         torch.testing.assert_close(loss, plain)
-        torch.testing.assert_close(0.7 * figures[impl].kl + 0.3 * figures[impl].ce, loss)
+        whole = 0.7 * figures[impl].kl + 0.3 * figures[impl].ce if mixed else figures[impl].kl
+        torch.testing.assert_close(whole, loss)
     for name, expected in vars(figures["reference"]).items():
-        torch.testing.assert_close(getattr(figures["torch"], name), expected)
-    assert 0 < figures["torch"].top1_agreement < 1
+        torch.testing.assert_close(getattr(figures["torch"], name), expected, equal_nan=True)
+    stats = figures["torch"]
+    assert 0 < stats.top1_agreement < 1
     counted = case.labels != -100
-    torch.testing.assert_close(figures["torch"].weight, weights[counted].double().sum())
-    q = (case.hidden @ case.weight.t()).log_softmax(1)
-    entropy = (-(q.exp() * q).sum(1) * weights)[counted].sum() / weights[counted].sum()
-    torch.testing.assert_close(figures["torch"].student_entropy, entropy)
+    weights_C = weights[counted].double()
+    torch.testing.assert_close(stats.weight, weights_C.sum())
+    mass = -torch.expm1(case.rows.log_tail_mass_P.double()[counted])
+    torch.testing.assert_close(stats.support_mass, (mass * weights_C).sum() / weights_C.sum())
+    # `renorm_both` never sees the logits that these are of.
+    assert stats.student_entropy.isnan() == stats.ce.isnan() == (not mixed)
+    if mixed:
+        logits = case.hidden @ case.weight.t() * 1.3
+        q = (4.0 * (logits / 4.0).tanh()).log_softmax(1)[counted]
+        torch.testing.assert_close(stats.student_entropy, (-(q.exp() * q).sum(1) * weights_C).sum() / weights_C.sum())
+        ce = F.nll_loss(q, case.labels[counted], reduction="none")
+        torch.testing.assert_close(stats.ce, (ce * weights_C).sum() / weights_C.sum())
+
+
+def test_the_tail_s_part_of_the_objective() -> None:
+    case = make_case(positions=20, ragged=False)
+    student = (case.hidden @ case.weight.t()).softmax(1)
+    t = case.rows.log_tail_mass_P.double().exp()
+    q_tail = 1 - student.gather(1, case.rows.token_ids_PK).sum(1)
+    for tail, expected in (("bucket", t * (t / q_tail).log()), ("truncated", t * 0)):
+        _, stats = topk_kl(case.hidden, case.weight, case.rows, tail=tail, return_stats=True)
+        torch.testing.assert_close(stats.tail_kl, expected.mean(), rtol=1e-6, atol=1e-9)
 
 
 def test_stats_that_cannot_be_known_are_nan() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from test_trainer_kl_cases import make_case
+from test_trainer_kl_cases import arguments, make_case
 from torch import Tensor
 
 from teachercache.trainer import kl
-from teachercache.trainer.kl import TeacherRows, checks, topk_kl
+from teachercache.trainer.kl import TeacherRows, checks, topk_kl, triton_chunks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CASE = make_case(positions=6, vocab=20, k=3, samples=2)
 ROWS = CASE.rows
@@ -28,7 +31,7 @@ def at(tensor: Tensor, index: Any, value: float) -> Tensor:
 
 
 def test_public_names() -> None:
-    assert kl.__all__ == ["PAD_ID", "KLStats", "Tail", "TeacherRows", "topk_kl"]
+    assert kl.__all__ == ["PAD_ID", "KLStats", "Tail", "TeacherRows", "TopKKLLoss", "topk_kl"]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +39,8 @@ def test_public_names() -> None:
     [
         ({"token_ids_PK": ROWS.token_ids_PK[0]}, r"token_ids_PK must be \[P, K >= 1\]"),
         ({"token_ids_PK": ROWS.token_ids_PK[:, :0]}, r"token_ids_PK must be \[P, K >= 1\]"),
-        ({"token_ids_PK": ROWS.token_ids_PK.int()}, "token_ids_PK must be .*int64"),
+        ({"token_ids_PK": ROWS.token_ids_PK.short()}, "token_ids_PK must be .*int64 or torch.int32"),
+        ({"tail_token_ids_PN": DRAWS.int()}, "tail_token_ids_PN must be .*int64 on"),
         ({"logprobs_PK": ROWS.logprobs_PK.bfloat16()}, "logprobs_PK must be .*float32"),
         ({"logprobs_PK": ROWS.logprobs_PK[:, :2]}, r"logprobs_PK must be \[6, 3\]"),
         ({"log_tail_mass_P": ROWS.log_tail_mass_P[:5]}, r"log_tail_mass_P must be \[6\]"),
@@ -63,45 +67,94 @@ def test_rows_can_be_selected_and_moved() -> None:
     assert plain.tail_token_ids_PN is None
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"token_ids_PK": at(ROWS.token_ids_PK, (4, 0), 20)}, "vocabulary of 20: not so at position 4"),
-        ({"tail_token_ids_PN": at(DRAWS, (2, 1), 99)}, "vocabulary of 20: not so at position 2"),
-        ({"token_ids_PK": at(ROWS.token_ids_PK, 3, -1)}, "must have an entry .*: not so at position 3"),
-        ({"tail_token_ids_PN": at(DRAWS, (5, 0), int(ROWS.token_ids_PK[5, 0]))}, "repeated .*: not so at position 5"),
-        ({"logprobs_PK": at(ROWS.logprobs_PK, (1, 0), torch.nan)}, "between 0.5 and 2: not so at position 1"),
-        (
-            {"logprobs_PK": at(ROWS.logprobs_PK, 1, -9.0), "log_tail_mass_P": at(ROWS.log_tail_mass_P, 1, -9.0)},
-            "between 0.5 and 2",
-        ),
-        ({"log_tail_mass_P": at(ROWS.log_tail_mass_P, 0, torch.nan)}, "between 0.5 and 2: not so at position 0"),
-        ({"tail_token_ids_PN": at(DRAWS, 2, -1)}, "must have tail samples: not so at position 2"),
-        ({"entropy_P": at(ROWS.entropy_P, 4, torch.nan)}, "entropy must be finite: not so at position 4"),
-    ],
-)
-def test_rows_with_values_that_would_train_something_else(change: dict[str, Tensor], message: str) -> None:
-    rows = replace(ROWS, **change)
-    with pytest.raises(ValueError, match=message):
-        topk_kl(CASE.hidden, CASE.weight, rows)
-    broken = (rows.token_ids_PK != ROWS.token_ids_PK).any(1)
-    for name in change:
-        broken |= (getattr(rows, name) != getattr(ROWS, name)).reshape(6, -1).any(1)
-    assert torch.isfinite(topk_kl(CASE.hidden, CASE.weight, rows, position_weight=~broken))
+@dataclass(frozen=True)
+class Broken:
+    """A row's value that would train something else, at one position of CASE, and what is said of it."""
+
+    position: int
+    change: dict[str, Tensor]
+    message: str
+    mode: str = "sampled"
+
+    @property
+    def rows(self) -> TeacherRows:
+        return replace(ROWS, **self.change)
+
+    def run(self, *, labels: Tensor = LABELS, **more: Any) -> Tensor:
+        chosen = arguments(self.mode, labels, **more)
+        return topk_kl(CASE.hidden.float(), CASE.weight.float(), self.rows, **chosen)
 
 
-def test_duplicate_support_ids_are_refused() -> None:
-    rows = make_case(positions=6, vocab=20, k=3, ragged=False).rows
-    doubled = replace(rows, token_ids_PK=at(rows.token_ids_PK, (3, 2), int(rows.token_ids_PK[3, 0])))
-    with pytest.raises(ValueError, match=r"must not be repeated .*: not so at position 3"):
-        topk_kl(CASE.hidden, CASE.weight, doubled, tail="bucket")
+def row(name: str, position: int, value: float | list[float]) -> dict[str, Tensor]:
+    """One field of ROWS with another value at one position."""
+    tensor = getattr(ROWS, name).clone()
+    tensor[position] = torch.as_tensor(value, dtype=tensor.dtype)
+    return {name: tensor}
+
+
+TWICE, IN_DRAWS = int(ROWS.token_ids_PK[3, 0]), int(ROWS.token_ids_PK[5, 0])
+BROKEN = {
+    "id": Broken(4, row("token_ids_PK", 4, [20, 1, 2]), "must be below the student's vocabulary of 20"),
+    "huge id": Broken(4, row("token_ids_PK", 4, [2**32 + 5, 1, 2]), "must be below the student's vocabulary of 20"),
+    "bucket id": Broken(4, row("token_ids_PK", 4, [20, 1, 2]), "must be below the student's vocabulary", "bucket"),
+    "draw": Broken(2, row("tail_token_ids_PN", 2, [99, 0]), "must be below the student's vocabulary of 20"),
+    "huge draw": Broken(2, row("tail_token_ids_PN", 2, [2**31, 0]), "must be below the student's vocabulary of 20"),
+    "no entry": Broken(3, row("token_ids_PK", 3, -1), "must have an entry", "bucket"),
+    "no entry or draw": Broken(
+        3, row("token_ids_PK", 3, -1) | row("tail_token_ids_PN", 3, -1), "must have an entry or, for `sampled`"
+    ),
+    "twice": Broken(3, row("token_ids_PK", 3, [TWICE, TWICE, -1]), "must not be repeated", "renorm"),
+    "a draw of the support": Broken(5, row("tail_token_ids_PN", 5, [IN_DRAWS, 0]), "must not be repeated"),
+    "nan": Broken(1, row("logprobs_PK", 1, torch.nan), "between 0.5 and 2"),
+    "no mass": Broken(
+        1, row("logprobs_PK", 1, -9.0) | row("log_tail_mass_P", 1, -9.0), "between 0.5 and 2", "truncated"
+    ),
+    "too much mass": Broken(1, row("logprobs_PK", 1, 1.0), "between 0.5 and 2", "to_label"),
+    "tail nan": Broken(0, row("log_tail_mass_P", 0, torch.nan), "between 0.5 and 2"),
+    "tail inf": Broken(0, row("log_tail_mass_P", 0, torch.inf), "between 0.5 and 2", "bucket"),
+    "tail of more than all": Broken(0, row("log_tail_mass_P", 0, 1.0), "between 0.5 and 2", "bucket"),
+    "no draw": Broken(2, row("tail_token_ids_PN", 2, -1), "must have tail samples"),
+    "entropy nan": Broken(4, row("entropy_P", 4, torch.nan), "entropy must be finite"),
+    "entropy inf": Broken(4, row("entropy_P", 4, -torch.inf), "entropy must be finite"),
+    "reverse without a tail": Broken(
+        2, row("log_tail_mass_P", 2, -torch.inf), "every outcome of the teacher must have mass", "reverse-bucket"
+    ),
+    "reverse without a head": Broken(
+        2, row("log_tail_mass_P", 2, 0.0), "every outcome of the teacher must have mass", "reverse-bucket"
+    ),
+    "reverse with a zero": Broken(
+        2,
+        row("token_ids_PK", 2, [0, 1, 2]) | row("logprobs_PK", 2, [0.0, -torch.inf, -torch.inf]),
+        "every outcome of the teacher must have mass",
+        "reverse-bucket",
+    ),
+    "reverse on the support with a zero": Broken(
+        2,
+        row("token_ids_PK", 2, [0, 1, 2]) | row("logprobs_PK", 2, [0.0, -torch.inf, -torch.inf]),
+        "every outcome of the teacher must have mass",
+        "reverse-renorm_both",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_rows_with_values_that_would_train_something_else(name: str) -> None:
+    broken = BROKEN[name]
+    with pytest.raises(ValueError, match=f"{re.escape(broken.message)}.*: not so at position {broken.position}$"):
+        broken.run()
+    assert torch.isfinite(broken.run(position_weight=torch.arange(6) != broken.position))
+
+
+@pytest.mark.parametrize("name", ["draw", "huge draw", "a draw of the support", "no draw", "entropy nan"])
+def test_draws_and_entropy_are_looked_at_only_where_they_are_used(name: str) -> None:
+    assert torch.isfinite(replace(BROKEN[name], mode="bucket").run())
 
 
 def test_a_support_of_the_whole_vocabulary_cannot_leave_a_tail() -> None:
     case = make_case(positions=2, vocab=3, k=3, ragged=False)
     rows = replace(case.rows, log_tail_mass_P=torch.full((2,), -5.0))
-    with pytest.raises(ValueError, match="covers the vocabulary"):
-        topk_kl(case.hidden, case.weight, rows, tail="bucket")
+    with pytest.raises(ValueError, match="covers the vocabulary must have an empty tail: not so at position 0"):
+        topk_kl(case.hidden.float(), case.weight.float(), rows, tail="bucket")
 
 
 def test_the_position_named_is_the_caller_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,12 +167,27 @@ def test_the_position_named_is_the_caller_s(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tail": "renorm"}, "tail must be one of auto, sampled, bucket, truncated, got 'renorm'"),
-        ({"reduction": "none"}, "reduction must be one of mean, sum"),
-        ({"impl": "triton"}, "impl must be one of auto, torch, reference"),
+        ({"tail": "full"}, "tail must be one of auto, sampled, bucket, .*, to_label, got 'full'"),
+        ({"divergence": "backward"}, "divergence must be one of forward, reverse, jsd, got 'backward'"),
+        ({"reduction": "batchmean"}, "reduction must be one of mean, sum, none, got 'batchmean'"),
+        ({"impl": "cuda"}, "impl must be one of auto, triton, torch, reference"),
+        ({"backward": "twice"}, "backward must be one of None, in_forward, recompute"),
+        ({"reduction": "none", "backward": "in_forward"}, "backward must be 'recompute'"),
+        ({"temperature": 0.0, "tail": "renorm"}, "temperature must be finite and positive, got 0.0"),
+        ({"temperature": 2.0}, r"temperature is 2\.0, but a tail stored at temperature 1 cannot be had at another"),
+        ({"temperature": 2.0, "tail": "to_label", "labels": LABELS}, "cannot be had at another"),
+        ({"temperature": 2.0, "tail": "renorm", "ce_weight": 0.3, "labels": LABELS}, "add it by a call of its own"),
+        ({"t2_scaling": True, "tail": "renorm"}, "t2_scaling is set, but temperature is 1"),
+        ({"tail": "renorm_both", "ce_weight": 0.3, "labels": LABELS}, "renorm_both has no logits off the support"),
+        ({"logit_scale": -1.0}, "logit_scale must be finite and positive, got -1.0"),
+        ({"logit_scale": torch.inf}, "logit_scale must be finite and positive, got inf"),
+        ({"softcap": 0.0}, "softcap must be finite and positive, got 0.0"),
+        ({"divergence": "jsd", "tail": "bucket", "beta": 1.0}, "beta must lie between 0 and 1, got 1.0"),
+        ({"divergence": "reverse", "tail": "truncated"}, "tail must be one of bucket, renorm_both, .*'truncated'"),
+        ({"tail": "to_label"}, "tail is 'to_label' and ce_weight 0.0, but there are no labels"),
         ({"ce_weight": 1.5, "labels": LABELS}, "ce_weight must be from 0 to 1, got 1.5"),
         ({"ce_weight": torch.nan, "labels": LABELS}, "ce_weight must be from 0 to 1"),
-        ({"ce_weight": 0.3}, "ce_weight is 0.3, but there are no labels"),
+        ({"ce_weight": 0.3}, "ce_weight 0.3, but there are no labels"),
         ({"chunk_bytes": 0}, "chunk_bytes must be positive"),
         ({"labels": LABELS[:5]}, r"labels must be \[6\], got \[5\]"),
         ({"labels": LABELS.int()}, "labels must be int64"),
@@ -133,6 +201,7 @@ def test_the_position_named_is_the_caller_s(monkeypatch: pytest.MonkeyPatch) -> 
         ({"num_items": 0}, "num_items must be positive, got 0"),
         ({"num_items": torch.tensor(-1)}, "num_items must be positive, got -1"),
         ({"num_items": 5, "reduction": "sum"}, "num_items divides a mean"),
+        ({"logits_dtype": torch.float16}, "logits_dtype must be torch.float64, .* got torch.float16"),
     ],
 )
 def test_arguments(options: dict[str, Any], message: str) -> None:
@@ -160,3 +229,24 @@ def test_sampled_needs_samples_and_entropy() -> None:
         topk_kl(CASE.hidden, CASE.weight, plain, tail="sampled")
     with pytest.raises(ValueError, match="no entropy"):
         topk_kl(CASE.hidden, CASE.weight, replace(ROWS, entropy_P=None))
+
+
+ROW_OPTIONS: dict[str, Any] = {"tail": "bucket", "impl": "triton"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "change", "message"),
+    [
+        (torch.float64, {}, "it computes in float32; use 'torch' for float64"),
+        (torch.float32, {"tail": "renorm_both"}, "renorm_both has no logits to read; use 'torch'"),
+    ],
+)
+def test_what_the_kernel_does_not_do(dtype: torch.dtype, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"impl is 'triton', but {message}"):
+        topk_kl(CASE.hidden.to(dtype), CASE.weight.to(dtype), ROWS, **ROW_OPTIONS | change)
+
+
+def test_the_kernel_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_chunks, "INTERPRETED", False)
+    with pytest.raises(ValueError, match="impl is 'triton', but it runs on a GPU, and hidden is on cpu"):
+        topk_kl(CASE.hidden.float(), CASE.weight.float(), ROWS, **ROW_OPTIONS)

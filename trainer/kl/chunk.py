@@ -1,6 +1,7 @@
-"""One chunk of logits: read, judged, and turned in place into the loss's gradient.
+"""One chunk of logits in plain torch: read, judged, and turned in place into the loss's gradient.
 
-Shapes: C positions of the chunk, V vocabulary, K support entries, N tail samples. Equation numbers are the README's.
+Shapes: C positions of the chunk, V vocabulary (of this rank, where the head is split), K support entries, N tail
+samples. Equation numbers are the README's.
 """
 
 from __future__ import annotations
@@ -10,123 +11,175 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .targets import Targets
+from .divergence import Divergence, LogQ, cross_entropy, diverge
+from .objective import Objective
+from .packing import Part
+from .stats import weighted_sums
+from .targets import Targets, build_targets
+from .vocab_parallel import VocabShard
 
 
 @dataclass(frozen=True, eq=False)
 class Student:
-    """All that the loss reads of the student: log q where the target has weight, and of the tail as one outcome."""
+    """What a chunk's logits say; their own memory holds `tail_exp_CV`."""
 
-    log_q_support_CK: Tensor
-    """-inf at padding."""
-    log_q_draws_CN: Tensor
-    log_q_label_C: Tensor | None
-    log_q_tail_C: Tensor
-    """-inf where the support covers the vocabulary."""
+    log_q: LogQ
     tail_exp_CV: Tensor
-    """exp(z - max of the tail) off the support, 0 on it: the logits' own memory."""
+    """exp(z - max of the tail) off the support, 0 on it."""
     tail_exp_sum_C: Tensor
+    """Over the whole vocabulary."""
 
 
-def read_student(logits_CV: Tensor, targets: Targets, labels_C: Tensor | None) -> Student:
+@dataclass(frozen=True, eq=False)
+class ChunkResult:
+    """What is left of a chunk."""
+
+    loss_C: Tensor
+    sums_F: Tensor | None
+    gradient_CV: Tensor | None
+
+
+def judge_chunk(
+    logits_CV: Tensor,
+    bias_V: Tensor | None,
+    part: Part,
+    weight_C: Tensor | None,
+    *,
+    with_stats: bool,
+    shard: VocabShard | None,
+) -> ChunkResult:
+    """The positions' losses and, given weights, the gradient of weight * loss in the logits before bias, scale and cap.
+
+    Destroys the logits. `shard` says which part of the vocabulary they are of.
+    """
+    slope = shape_logits(logits_CV, bias_V, part.objective)
+    targets = build_targets(part.rows, part.objective, part.labels_C, logits_CV.dtype)
+    student = read_student(logits_CV, targets, part.labels_C, shard)
+    divergence = diverge(student.log_q, targets, part.objective)
+    loss_C, sums_F, gradient_CV = mixed_loss(divergence, student.log_q, part.objective), None, None
+    if with_stats:
+        sums_F = weighted_sums(part.weight_C, figures(student, divergence, targets, part, shard))
+    if weight_C is not None:
+        gradient_CV = write_gradient(student, divergence, targets, part, weight_C, shard).mul_(slope)
+    return ChunkResult(loss_C, sums_F, gradient_CV)
+
+
+def shape_logits(logits_CV: Tensor, bias_V: Tensor | None, objective: Objective) -> Tensor | float:
+    """Add bias, scale, cap and temperature in place; return dz / d(hidden W^T), a [C, V] tensor where it is capped."""
+    if bias_V is not None:
+        logits_CV += bias_V
+    scale, cap, temperature = objective.logit_scale, objective.softcap, objective.temperature
+    if cap is None:
+        if scale != temperature:
+            logits_CV *= scale / temperature
+        return scale / temperature
+    slope_CV = logits_CV.mul_(scale / cap).tanh_().square()
+    logits_CV.mul_(cap / temperature)
+    if bias_V is not None:
+        # A column that its bias switches off stays off.
+        logits_CV.masked_fill_(bias_V == -torch.inf, -torch.inf)
+    return slope_CV.neg_().add_(1.0).mul_(scale / temperature)
+
+
+def read_student(logits_CV: Tensor, targets: Targets, labels_C: Tensor | None, shard: VocabShard | None) -> Student:
     """Reduce the logits to log-probabilities, destroying them: their memory then holds `tail_exp_CV`.
 
     The support leaves the logits before they are summed, so the tail's mass is a sum of what is in it (equation 6);
     1 - Q, taken from the support's side, has no digits left where the student is confident.
     """
-    logits_support_CK = logits_CV.gather(1, targets.support_ids_CK).masked_fill_(~targets.support_mask_CK, -torch.inf)
-    logits_draws_CN = logits_CV.gather(1, targets.draw_ids_CN)
-    logits_label_C1 = None if labels_C is None else logits_CV.gather(1, labels_C[:, None])
+    ids_CX = torch.cat([targets.support_ids_CK, targets.draw_ids_CN], dim=1)
+    if labels_C is not None:
+        ids_CX = torch.cat([ids_CX, labels_C[:, None]], dim=1)
+    logits_CX = logits_CV.gather(1, ids_CX) if shard is None else shard.gather(logits_CV, ids_CX)
+    k, draws = targets.support_ids_CK.shape[1], targets.draw_ids_CN.shape[1]
+    support_CK = logits_CX[:, :k].masked_fill(~targets.support_mask_CK, -torch.inf)
 
     # Added, not stored: padding has id 0 and must leave a real entry there alone.
-    logits_CV.scatter_add_(1, targets.support_ids_CK, _only(targets.support_mask_CK, -torch.inf, logits_CV.dtype))
+    _scatter(logits_CV, targets.support_ids_CK, _only(targets.support_mask_CK, -torch.inf, logits_CV.dtype), shard)
     tail_max_C1 = logits_CV.amax(1, keepdim=True)
+    if shard is not None:
+        shard.max_(tail_max_C1)
     tail_max_C1.masked_fill_(tail_max_C1 == -torch.inf, 0.0)
     tail_exp_CV = logits_CV.sub_(tail_max_C1).exp_()
     tail_exp_sum_C1 = tail_exp_CV.sum(1, keepdim=True)
+    if shard is not None:
+        shard.sum_(tail_exp_sum_C1)
 
     lse_tail_C1 = tail_max_C1 + tail_exp_sum_C1.log()
-    lse_C1 = torch.logaddexp(lse_tail_C1, logits_support_CK.logsumexp(1, keepdim=True))
-    return Student(
-        log_q_support_CK=logits_support_CK - lse_C1,
-        log_q_draws_CN=logits_draws_CN - lse_C1,
-        log_q_label_C=None if logits_label_C1 is None else (logits_label_C1 - lse_C1).squeeze(1),
-        log_q_tail_C=(lse_tail_C1 - lse_C1).squeeze(1),
-        tail_exp_CV=tail_exp_CV,
-        tail_exp_sum_C=tail_exp_sum_C1.squeeze(1),
+    lse_C1 = torch.logaddexp(lse_tail_C1, support_CK.logsumexp(1, keepdim=True))
+    log_q = LogQ(
+        support_CK=support_CK - lse_C1,
+        draws_CN=logits_CX[:, k : k + draws] - lse_C1,
+        label_C=None if labels_C is None else (logits_CX[:, -1:] - lse_C1).squeeze(1),
+        tail_C=(lse_tail_C1 - lse_C1).squeeze(1),
     )
+    return Student(log_q, tail_exp_CV, tail_exp_sum_C1.squeeze(1))
 
 
-def kl_divergence(student: Student, targets: Targets) -> Tensor:
-    """The KL objective of each position in nats, equation 4; [C]."""
-    return (
-        targets.constant_C
-        + _cross_entropy(targets.support_weight_CK, student.log_q_support_CK)
-        + _cross_entropy(targets.draw_weight_CN, student.log_q_draws_CN)
-        + _cross_entropy(targets.bucket_weight_C[:, None], student.log_q_tail_C[:, None])
-    )
-
-
-def mixed_loss(student: Student, targets: Targets, ce_weight: float) -> Tensor:
+def mixed_loss(divergence: Divergence, log_q: LogQ, objective: Objective) -> Tensor:
     """(1 - ce_weight) KL + ce_weight CE; what has no weight is not computed, as it may be infinite; [C]."""
-    if student.log_q_label_C is None or ce_weight == 0.0:
-        return kl_divergence(student, targets)
-    if ce_weight == 1.0:
-        return -student.log_q_label_C
-    return (1.0 - ce_weight) * kl_divergence(student, targets) - ce_weight * student.log_q_label_C
+    if log_q.label_C is None or objective.ce_weight == 0.0:
+        return divergence.value_C
+    if objective.ce_weight == 1.0:
+        return -log_q.label_C
+    return objective.kl_weight * divergence.value_C - objective.ce_weight * log_q.label_C
 
 
 def write_gradient(
-    student: Student, targets: Targets, labels_C: Tensor | None, weight_C: Tensor, ce_weight: float
+    student: Student, divergence: Divergence, targets: Targets, part: Part, weight_C: Tensor, shard: VocabShard | None
 ) -> Tensor:
     """Turn `tail_exp_CV` into the gradient of weight * loss in the logits, equations 7 and 8; [C, V], in place."""
-    kl_weight = 1.0 - ce_weight
-    reach_C = kl_weight * targets.mass_C + ce_weight
-    tail_C = reach_C * student.log_q_tail_C.exp() - kl_weight * targets.bucket_weight_C
+    kl, ce, log_q = part.objective.kl_weight, part.objective.ce_weight, student.log_q
+    weight_C1 = weight_C[:, None]
     # The sum is at least exp(0) = 1, or 0 where there is no tail.
-    off_support_C = weight_C * tail_C / student.tail_exp_sum_C.clamp(min=1.0)
-    on_support_CK = reach_C[:, None] * student.log_q_support_CK.exp() - kl_weight * targets.support_weight_CK
+    tail_C = (kl * divergence.tail_C + ce * log_q.tail_C.exp()) / student.tail_exp_sum_C.clamp(min=1.0)
+    support_CK = kl * divergence.support_CK + ce * log_q.support_CK.exp()
 
-    gradient_CV = student.tail_exp_CV.mul_(off_support_C[:, None])
-    gradient_CV.scatter_add_(1, targets.support_ids_CK, weight_C[:, None] * on_support_CK)
-    gradient_CV.scatter_add_(1, targets.draw_ids_CN, (-kl_weight * weight_C)[:, None] * targets.draw_weight_CN)
-    if labels_C is not None and ce_weight > 0.0:
-        gradient_CV.scatter_add_(1, labels_C[:, None], (-ce_weight * weight_C)[:, None])
+    gradient_CV = student.tail_exp_CV.mul_(weight_C1 * tail_C[:, None])
+    _scatter(gradient_CV, targets.support_ids_CK, weight_C1 * support_CK, shard)
+    _scatter(gradient_CV, targets.draw_ids_CN, -kl * weight_C1 * targets.draw_weight_CN, shard)
+    if part.labels_C is not None and part.objective.reads_labels:
+        label_C1 = -weight_C1 * (kl * targets.label_weight_C + ce)[:, None]
+        _scatter(gradient_CV, part.labels_C[:, None], label_C1, shard)
     return gradient_CV
 
 
-def figures(student: Student, targets: Targets) -> dict[str, Tensor]:
+def figures(
+    student: Student, divergence: Divergence, targets: Targets, part: Part, shard: VocabShard | None
+) -> dict[str, Tensor]:
     """The statistics that are at hand before the gradient is written, by the names of `KLStats`; [C] each."""
-    kl_C = kl_divergence(student, targets)
-    label = {} if student.log_q_label_C is None else {"ce": -student.log_q_label_C}
-    head_C = targets.head_constant_C + _cross_entropy(targets.support_weight_CK, student.log_q_support_CK)
-    likeliest_C1 = targets.support_weight_CK.argmax(1, keepdim=True)
-    log_q_likeliest_C = student.log_q_support_CK.gather(1, likeliest_C1).squeeze(1)
-    log_q_tail_max_C = student.log_q_tail_C - student.tail_exp_sum_C.clamp(min=1.0).log()
-    log_q_max_C = torch.maximum(student.log_q_support_CK.amax(1), log_q_tail_max_C)
+    log_q = student.log_q
+    label = {} if log_q.label_C is None else {"ce": -log_q.label_C}
+    likeliest_C1 = targets.log_support_CK.argmax(1, keepdim=True)
+    log_q_likeliest_C = log_q.support_CK.gather(1, likeliest_C1).squeeze(1)
+    log_q_tail_max_C = log_q.tail_C - student.tail_exp_sum_C.clamp(min=1.0).log()
+    log_q_max_C = torch.maximum(log_q.support_CK.amax(1), log_q_tail_max_C)
     return label | {
-        "kl": kl_C,
-        "tail_kl": kl_C - head_C,
-        "support_mass": targets.support_weight_CK.sum(1),
-        "top1_agreement": (log_q_likeliest_C >= log_q_max_C).to(kl_C.dtype),
-        "student_entropy": _entropy(student),
+        "kl": divergence.value_C,
+        "tail_kl": divergence.value_C - divergence.head_C,
+        "support_mass": -torch.expm1(part.rows.log_tail_mass_P.to(divergence.value_C.dtype).clamp(max=0.0)),
+        "top1_agreement": (log_q_likeliest_C >= log_q_max_C).to(log_q_max_C.dtype),
+        "student_entropy": _entropy(student, shard),
     }
 
 
-def _entropy(student: Student) -> Tensor:
+def _entropy(student: Student, shard: VocabShard | None) -> Tensor:
     """-sum q log q: the support's terms, and the tail's from what the logits' memory holds; [C]."""
-    q_support_CK = student.log_q_support_CK.exp()
-    sum_C = student.tail_exp_sum_C.clamp(min=1.0)
+    log_q, sum_C = student.log_q, student.tail_exp_sum_C.clamp(min=1.0)
+    cross_C = torch.xlogy(student.tail_exp_CV, student.tail_exp_CV).sum(1)
+    if shard is not None:
+        shard.sum_(cross_C)
     # Inside the tail, -log of a token's share is log(sum) - log(its exp).
-    within_C = sum_C.log() - torch.xlogy(student.tail_exp_CV, student.tail_exp_CV).sum(1) / sum_C
-    q_tail_C = student.log_q_tail_C.exp()
-    tail_C = q_tail_C * within_C + _cross_entropy(q_tail_C[:, None], student.log_q_tail_C[:, None])
-    return tail_C + _cross_entropy(q_support_CK, student.log_q_support_CK)
+    within_C = sum_C.log() - cross_C / sum_C
+    q_tail_C = log_q.tail_C.exp()
+    tail_C = q_tail_C * within_C + cross_entropy(q_tail_C[:, None], log_q.tail_C[:, None])
+    return tail_C + cross_entropy(log_q.support_CK.exp(), log_q.support_CK)
 
 
-def _cross_entropy(weight_CX: Tensor, log_q_CX: Tensor) -> Tensor:
-    """sum of -weight * log q, where an outcome of weight 0 costs nothing however unlikely it is; [C]."""
-    return -torch.where(weight_CX > 0, weight_CX * log_q_CX, 0.0).sum(1)
+def _scatter(into_CV: Tensor, ids_CX: Tensor, values_CX: Tensor, shard: VocabShard | None) -> None:
+    if shard is not None:
+        ids_CX, values_CX = shard.own(ids_CX, values_CX)
+    into_CV.scatter_add_(1, ids_CX, values_CX)
 
 
 def _only(mask_CK: Tensor, value: float, dtype: torch.dtype) -> Tensor:

@@ -1,149 +1,158 @@
 """The loss through the LM head, chunk by chunk: each chunk's gradient is multiplied away before the next one is read.
 
-Shapes: P positions, C positions of a chunk, V vocabulary, H hidden width, F figures.
+Shapes: P positions, R positions that count, C positions of a chunk, V vocabulary, H input width, F figures.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .chunk import figures, mixed_loss, read_student, write_gradient
-from .head import Head, operand_dtype
+from .checks import check_values
+from .chunk import ChunkResult, judge_chunk
+from .gemm import Factor, Gemm, wide_dtype
+from .gradients import Gradients, keeps_graph
 from .packing import PackedPositions
-from .stats import FIGURES, weighted_sums
-from .targets import build_targets
+from .plan import Plan
+from .stats import FIGURES
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """How a loss is computed: everything beside the tensors that it is differentiated in."""
+class Pass:
+    """One walk over the chunks of packed positions."""
 
-    operand: torch.dtype
-    """What hidden and weight are rounded to before a GEMM."""
-    scale: Tensor
-    """0-d, multiplies the sum over positions. Applied after the GEMMs: 1/num_items would push fp16 out of range."""
-    chunk_bytes: int
-    with_stats: bool
-    wants: tuple[bool, bool, bool]
-    """Whether hidden, weight and bias need a gradient."""
+    def __init__(self, factors: Sequence[Factor], bias_V: Tensor | None, packed: PackedPositions, plan: Plan) -> None:
+        self.factors, self.bias_V, self.packed, self.plan = factors, bias_V, packed, plan
+        self.operand, self.wide = plan.operand, wide_dtype(plan.operand)
+        self.gemms = [Gemm(f.weight_VH.to(self.operand), self.wide, plan.chunk_bytes) for f in factors]
+        self.gemm_dtype = self.gemms[0].operand
+        vocab_size = len(factors[0].weight_VH)
+        capped = packed.objective.softcap is not None
+        self.rows = plan.chunk_rows(len(packed), vocab_size, self.gemm_dtype, capped=capped)
+        narrow = plan.impl == "triton" and self.gemm_dtype == self.operand
+        dtype = (plan.logits_dtype or self.wide) if narrow else self.wide
+        # Rows begin at multiples of 16 entries, so that kernels read 16 bytes at once whatever the vocabulary is.
+        shape = min(self.rows, len(packed)), -(-vocab_size // 16) * 16
+        memory = self.factors[0].input_PH.new_empty(*shape, dtype=dtype)
+        self._logits = memory[:, :vocab_size]
+        # The kernels leave the gradient in the logits' own memory, at the width of the GEMMs' operands.
+        self._gradient = memory.view(self.gemm_dtype)[:, :vocab_size] if plan.impl == "triton" else None
+        self._chunks: Any = None
 
-    @property
-    def wide(self) -> torch.dtype:
-        """What logits, losses and sums are in."""
-        return self.scale.dtype
+    def run(self, weight_R: Tensor, scale: Tensor, gradients: Gradients | None) -> tuple[Tensor, Tensor]:
+        """The counted positions' losses, [R], and the figures' sums; `gradients` get those of scale * weight * loss."""
+        losses_R = torch.empty(len(self.packed), dtype=self.wide, device=scale.device)
+        sums_F = losses_R.new_zeros(len(FIGURES))
+        for counted in self.packed.slices(self.rows):
+            index_C = self.packed.index(counted)
+            inputs = [f.input_PH[index_C].to(self.operand).to(self.gemm_dtype) for f in self.factors]
+            logits_CV = self._logits[: counted.stop - counted.start]
+            for number, (gemm, input_CH) in enumerate(zip(self.gemms, inputs, strict=True)):
+                gemm.logits(input_CH, logits_CV, add=number > 0)
+            judge = self._triton if self.plan.impl == "triton" else self._torch
+            result = judge(logits_CV, counted, weight_R[counted], scale, gradients is not None)
+            losses_R[counted] = result.loss_C
+            if result.sums_F is not None:
+                sums_F += result.sums_F
+            if gradients is not None and result.gradient_CV is not None:
+                gradients.add(self.gemms, result.gradient_CV, inputs, index_C)
+        if gradients is not None:
+            gradients.finish()
+        self._raise_if_broken()
+        return losses_R, sums_F
 
-    def chunk_rows(self, positions: int, vocab_size: int, gradient_dtype: torch.dtype) -> int:
-        """Positions per chunk, evenly: as many as have their [C, V] buffers in `chunk_bytes`, and at least one."""
-        buffers = [self.wide] + [self.wide] * self.with_stats + [gradient_dtype] * (gradient_dtype != self.wide)
-        row_bytes = vocab_size * sum(dtype.itemsize for dtype in buffers)
-        most = max(1, self.chunk_bytes // row_bytes)
-        chunks = max(1, -(-positions // most))
-        return max(1, -(-positions // chunks))
+    def _torch(self, logits_CV: Tensor, counted: slice, weight_C: Tensor, scale: Tensor, gradient: bool) -> ChunkResult:
+        part, plan = self.packed.part(counted), self.plan
+        weight = weight_C * scale if gradient else None
+        return judge_chunk(logits_CV, self.bias_V, part, weight, with_stats=plan.with_stats, shard=plan.shard)
+
+    def _triton(
+        self, logits_CV: Tensor, counted: slice, weight_C: Tensor, scale: Tensor, gradient: bool
+    ) -> ChunkResult:
+        if self._chunks is None:
+            from .triton_chunks import TritonChunks
+
+            self._chunks = TritonChunks(
+                self.packed,
+                scale,
+                len(self._logits),
+                same_memory=self._logits.dtype == self.gemm_dtype,
+                has_teacher=self.plan.has_teacher,
+                with_stats=self.plan.with_stats,
+            )
+        assert self._gradient is not None
+        gradient_CV = self._gradient[: len(logits_CV)]
+        result: ChunkResult = self._chunks.judge(
+            logits_CV, gradient_CV, self.bias_V, counted, weight_C, gradient=gradient
+        )
+        return result
+
+    def _raise_if_broken(self) -> None:
+        """Name what is wrong with the rows that the kernel could not judge."""
+        if self.plan.impl == "triton" and self._chunks is not None and bool(self._chunks.broken_R.any()):
+            vocab_size = len(self.factors[0].weight_VH)
+            check_values(self.packed, vocab_size, has_teacher=self.plan.has_teacher)
 
 
-class Gradients:
-    """The gradients that are wanted, growing chunk by chunk; those of weight and bias lack the scale."""
-
-    def __init__(self, hidden_PH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, plan: Plan) -> None:
-        # fp16 cannot hold a gradient that a loss scale has not yet lifted into its range.
-        kept = plan.wide if hidden_PH.dtype == torch.float16 else hidden_PH.dtype
-        hidden, weight, bias = plan.wants
-        self._scale = plan.scale
-        self.hidden_PH = torch.zeros_like(hidden_PH, dtype=kept) if hidden else None
-        self.weight_VH = torch.zeros_like(weight_VH, dtype=plan.wide) if weight else None
-        self.bias_V = torch.zeros_like(bias_V, dtype=plan.wide) if bias and bias_V is not None else None
-
-    def add(self, head: Head, logits_gradient_CV: Tensor, hidden_CH: Tensor, positions_C: Tensor) -> None:
-        """Multiply a chunk's logits gradient into the gradients that are wanted."""
-        if self.bias_V is not None:
-            self.bias_V += logits_gradient_CV.sum(0)
-        operand_CV = logits_gradient_CV.to(head.operand)
-        if self.hidden_PH is not None:
-            gradient_CH = head.hidden_gradient(operand_CV).mul_(self._scale)
-            self.hidden_PH.index_copy_(0, positions_C, gradient_CH.to(self.hidden_PH.dtype))
-        if self.weight_VH is not None:
-            head.add_weight_gradient(self.weight_VH, operand_CV, hidden_CH)
-
-
-class _FusedLoss(torch.autograd.Function):
+class InForward(torch.autograd.Function):
     """loss, figures = scale * sum of weight * loss; keeps gradients, not activations."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden_PH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, packed: PackedPositions, plan: Plan
-    ) -> tuple[Tensor, Tensor]:
-        loss, sums_F, gradients = _accumulate(hidden_PH, weight_VH, bias_V, packed, plan)
-        ctx.save_for_backward(gradients.hidden_PH, gradients.weight_VH, gradients.bias_V, plan.scale)
-        ctx.dtypes = hidden_PH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
+    def forward(ctx: Any, packed: PackedPositions, plan: Plan, bias_V: Tensor | None, *tensors: Tensor) -> Any:
+        factors = as_factors(tensors)
+        walk = Pass(factors, bias_V, packed, plan)
+        gradients = Gradients(factors, bias_V, plan, walk.gemm_dtype) if any(plan.wants) else None
+        kernel_scale = plan.scale if gradients is None else gradients.kernel_scale
+        losses_R, sums_F = walk.run(packed.weight_R, kernel_scale, gradients)
+        loss = (losses_R * packed.weight_R).sum() * plan.scale
+        ctx.gradients = gradients
         ctx.mark_non_differentiable(sums_F)
         return loss, sums_F
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_PH, weight_VH, bias_V, scale = ctx.saved_tensors
-        hidden_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        return (
-            _times(hidden_PH, upstream, hidden_dtype),
-            _times(weight_VH, upstream * scale, weight_dtype),
-            _times(bias_V, upstream * scale, bias_dtype),
-            None,
-            None,
-        )
+        gradients: Gradients | None = ctx.gradients
+        if gradients is None:
+            raise RuntimeError("this loss gave its gradients to an earlier backward: pass it retain_graph=True")
+        given = gradients.times(upstream, keep=keeps_graph())
+        if not keeps_graph():
+            ctx.gradients = None
+        return None, None, *given
 
 
-def fused_loss(
-    hidden_PH: Tensor,
-    weight_VH: Tensor,
-    bias_V: Tensor | None,
-    packed: PackedPositions,
-    scale: Tensor,
-    *,
-    chunk_bytes: int,
-    with_stats: bool,
-) -> tuple[Tensor, Tensor]:
-    """scale * the weighted sum of the packed positions' losses, 0-d, and the sums behind their statistics, [F]."""
-    hidden, weight, bias = (
-        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
-        for tensor in (hidden_PH, weight_VH, bias_V)
-    )
-    operand = operand_dtype(hidden_PH, weight_VH)
-    plan = Plan(operand, scale, chunk_bytes, with_stats, wants=(hidden, weight, bias))
-    loss, sums_F = _FusedLoss.apply(hidden_PH, weight_VH, bias_V, packed, plan)  # type: ignore[no-untyped-call]
-    return loss, sums_F
+class Recomputed(torch.autograd.Function):
+    """losses [R], figures; keeps what it was given, and computes each chunk's logits again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: PackedPositions, plan: Plan, bias_V: Tensor | None, *tensors: Tensor) -> Any:
+        losses_R, sums_F = Pass(as_factors(tensors), bias_V, packed, plan).run(packed.weight_R, plan.scale, None)
+        ctx.save_for_backward(bias_V, *tensors)
+        ctx.packed, ctx.plan = packed, plan
+        ctx.mark_non_differentiable(sums_F)
+        return losses_R, sums_F
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream_R: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        bias_V, *tensors = ctx.saved_tensors
+        factors = as_factors(tensors)
+        # The largest upstream gradient is the scale: what is multiplied into logits' gradients is then of order 1.
+        largest = upstream_R.abs().amax() if len(upstream_R) else torch.ones_like(ctx.plan.scale)
+        scale = torch.where(largest > 0, largest, 1.0)
+        plan = replace(ctx.plan, with_stats=False, scale=scale)
+        # As in forward: a backward inside of an autocast region is not to round anything else.
+        with torch.autocast(scale.device.type, enabled=False):
+            walk = Pass(factors, bias_V, ctx.packed, plan)
+            gradients = Gradients(factors, bias_V, plan, walk.gemm_dtype)
+            walk.run(upstream_R / scale, gradients.kernel_scale, gradients)
+            return None, None, *gradients.times(torch.ones_like(scale), keep=False)
 
 
-def _accumulate(
-    hidden_PH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, packed: PackedPositions, plan: Plan
-) -> tuple[Tensor, Tensor, Gradients]:
-    head = Head(weight_VH.to(plan.operand), plan.wide, plan.chunk_bytes)
-    gradients = Gradients(hidden_PH, weight_VH, bias_V, plan)
-    rows = plan.chunk_rows(len(packed), len(weight_VH), head.operand)
-    logits = hidden_PH.new_empty(rows, len(weight_VH), dtype=plan.wide)
-    loss, sums_F = plan.scale.new_zeros(()), plan.scale.new_zeros(len(FIGURES))
-    for chunk in packed.parts(rows):
-        hidden_CH = hidden_PH[chunk.positions_C].to(plan.operand).to(head.operand)
-        logits_CV = head.logits(hidden_CH, logits[: len(chunk)])
-        if bias_V is not None:
-            logits_CV += bias_V
-        targets = build_targets(chunk.rows, chunk.tail, plan.wide)
-        student = read_student(logits_CV, targets, chunk.labels_C)
-        loss += (chunk.weight_C * mixed_loss(student, targets, chunk.ce_weight)).sum()
-        if plan.with_stats:
-            sums_F += weighted_sums(chunk.weight_C, figures(student, targets))
-        if any(plan.wants):
-            gradient_CV = write_gradient(student, targets, chunk.labels_C, chunk.weight_C, chunk.ce_weight)
-            gradients.add(head, gradient_CV, hidden_CH, chunk.positions_C)
-    return loss * plan.scale, sums_F, gradients
-
-
-def _times(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    if gradient is None:
-        return None
-    # Written straight into the input's dtype: a wide product would be another tensor of the head's size.
-    return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
+def as_factors(tensors: Sequence[Tensor]) -> list[Factor]:
+    """Pair inputs and weights, which autograd wants in a row."""
+    return [Factor(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]

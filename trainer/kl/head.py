@@ -1,79 +1,111 @@
-"""The LM head's three GEMMs, with results wider than their operands.
+"""What an LM head is to the loss: a weight, a bias, and the low-rank products that adapters add.
 
-Shapes: C positions of a chunk, V vocabulary, H hidden width.
+Shapes: P positions, V vocabulary, H hidden width, R rank of an adapter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .gemm import Factor
 
 
-def operand_dtype(hidden_PH: Tensor, weight_VH: Tensor) -> torch.dtype:
-    """What hidden and weight are rounded to before a GEMM: autocast's dtype, as in `F.linear`, or the wider of both."""
-    dtype = torch.promote_types(hidden_PH.dtype, weight_VH.dtype)
-    device = hidden_PH.device.type
-    if dtype == torch.float64 or not torch.is_autocast_enabled(device):
-        return dtype
-    return torch.get_autocast_dtype(device)
-
-
-def accumulation_dtype(hidden_PH: Tensor, weight_VH: Tensor) -> torch.dtype:
-    """What logits, losses and sums of gradients are in: float32, or float64 for float64 inputs."""
-    return torch.promote_types(torch.promote_types(hidden_PH.dtype, weight_VH.dtype), torch.float32)
-
-
+@dataclass(frozen=True, eq=False)
 class Head:
-    """An LM head whose GEMMs read its own dtype and give `wide`, the accumulation dtype.
+    """The factors whose products add up to the logits, the head's own first, and the bias."""
 
-    A bf16 result would round the logits before the softmax and puts gradients off by 4 to 23 percent
-    (linkedin/Liger-Kernel#1432). CUDA multiplies narrow operands into float32; elsewhere PyTorch has no such GEMM, and
-    the operands are widened, the weight in tiles of at most `tile_bytes`.
+    factors: list[Factor]
+    bias_V: Tensor | None
+
+
+def read_head(hidden_PH: Tensor, head: Tensor | nn.Module, bias_V: Tensor | None) -> Head:
+    """Take a head apart: a weight [V, H], an `nn.Linear`, or one that peft has wrapped with LoRA.
+
+    An adapter's A is applied here, by autograd; only its B, which meets the vocabulary, is the loss's affair. A sharded
+    weight (DTensor) is gathered once, and its gradient averaged over the ranks that hold it, as FSDP2 does.
+
+    Raises:
+        ValueError: a bias beside a module, or a module that is none of these; what would train silently wrong.
     """
-
-    def __init__(self, weight_VH: Tensor, wide: torch.dtype, tile_bytes: int) -> None:
-        self.weight_VH = weight_VH
-        self.wide = wide
-        self.operand = weight_VH.dtype if weight_VH.is_cuda else wide
-        vocab_size, width = weight_VH.shape
-        tiled = self.operand != weight_VH.dtype
-        self._tile_rows = max(1, tile_bytes // (width * wide.itemsize)) if tiled else max(1, vocab_size)
-
-    def logits(self, hidden_CH: Tensor, out_CV: Tensor) -> Tensor:
-        """Write hidden W^T, in the accumulation dtype."""
-        for columns, tile in self._tiles():
-            _mm(hidden_CH, tile.t(), out_CV[:, columns])
-        return out_CV
-
-    def hidden_gradient(self, logits_gradient_CV: Tensor) -> Tensor:
-        """g W, in the accumulation dtype; [C, H]."""
-        rows, width = len(logits_gradient_CV), self.weight_VH.shape[1]
-        out_CH = logits_gradient_CV.new_zeros(rows, width, dtype=self.wide)
-        for columns, tile in self._tiles():
-            _addmm(out_CH, logits_gradient_CV[:, columns], tile)
-        return out_CH
-
-    def add_weight_gradient(self, sum_VH: Tensor, logits_gradient_CV: Tensor, hidden_CH: Tensor) -> None:
-        """Add g^T hidden to a sum in the accumulation dtype."""
-        _addmm(sum_VH, logits_gradient_CV.t(), hidden_CH)
-
-    def _tiles(self) -> Iterator[tuple[slice, Tensor]]:
-        for start in range(0, self.weight_VH.shape[0], self._tile_rows):
-            columns = slice(start, start + self._tile_rows)
-            yield columns, self.weight_VH[columns].to(self.operand)
+    if isinstance(head, Tensor):
+        return Head([Factor(hidden_PH, _gathered(head))], bias_V)
+    if bias_V is not None:
+        raise ValueError("give a head as a module or a weight with a bias, not a module and a bias")
+    layer: Any = _active_copy(head)
+    adapters = []
+    if isinstance(getattr(layer, "lora_A", None), nn.ModuleDict):
+        adapters = _adapters(hidden_PH, layer)
+        layer = layer.get_base_layer()
+    # FSDP2 and parametrizations give a layer a class of its own, but not another forward.
+    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+        name = f"{type(layer).__module__}.{type(layer).__qualname__}"
+        raise ValueError(f"a head must be a weight, nn.Linear or a LoRA-wrapped nn.Linear, not {name}")
+    bias_V = None if layer.bias is None else _gathered(layer.bias)
+    return Head([Factor(hidden_PH, _gathered(layer.weight)), *adapters], bias_V)
 
 
-def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
-    if a.dtype == out.dtype:
-        torch.mm(a, b, out=out)
-    else:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
+def _active_copy(module: nn.Module) -> nn.Module:
+    """The trained copy of a module that peft keeps whole (`modules_to_save`)."""
+    copies = getattr(module, "modules_to_save", None)
+    if not isinstance(copies, nn.ModuleDict):
+        return module
+    wrapper: Any = module
+    active = wrapper.active_adapters
+    if wrapper.disable_adapters or not active:
+        original: nn.Module = wrapper.original_module
+        return original
+    return copies[active[0]]
 
 
-def _addmm(total: Tensor, a: Tensor, b: Tensor) -> None:
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+def _adapters(hidden_PH: Tensor, layer: Any) -> list[Factor]:
+    """The products of a peft LoRA layer's active adapters; A and dropout by autograd, B as a head of its own."""
+    if layer.disable_adapters and layer.merged:
+        # as its forward does
+        layer.unmerge()
+    if layer.disable_adapters or layer.merged:
+        return []
+    factors = []
+    for name in layer.active_adapters:
+        if name not in layer.lora_A:
+            continue
+        kind = getattr(layer, "lora_variant", {}).get(name)
+        if kind is not None or layer.lora_B[name].bias is not None:
+            raise ValueError(f"adapter {name!r} of the head is more than B A: merge it into the weight first")
+        down: nn.Linear = layer.lora_A[name]
+        dropped_PH = layer.lora_dropout[name](hidden_PH.to(down.weight.dtype))
+        low_PR = F.linear(dropped_PH, _gathered(down.weight)) * layer.scaling[name]
+        factors.append(Factor(low_PR, _gathered(layer.lora_B[name].weight)))
+    return factors
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    """A DTensor's whole, whose gradient comes back in shards; other tensors as they are."""
+    if not torch.distributed.is_available():
+        return tensor
+    from torch.distributed.tensor import DTensor, Partial
+
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh = tensor.device_mesh
+    if "tp" in (mesh.mesh_dim_names or ()):
+        raise ValueError("a tensor-parallel head is given as this rank's part of the weight, with vocab_group")
+    whole: Tensor = tensor.full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    return _Averaged.apply(whole, mesh.size())  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Averaged(torch.autograd.Function):
+    """The identity, whose gradient is a share: shards add up what ranks found, and FSDP2 gives their mean."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.ranks, None
