@@ -37,7 +37,9 @@ def new_columns(names: Iterable[str], metadata: ShardMetadata, num_positions: in
         ColumnError: the shard has no such column.
         LimitExceeded: a column is larger than it may be (SPEC 9).
     """
-    return {name: np.empty(_shape(name, metadata, num_positions), TYPES[name][0]) for name in names}
+    # no memory is taken before all limits are checked
+    shapes = {name: _shape(name, metadata, num_positions) for name in names}
+    return {name: np.empty(shape, TYPES[name][0]) for name, shape in shapes.items()}
 
 
 def check_columns(columns: Mapping[str, Array], metadata: ShardMetadata, num_positions: int) -> None:

@@ -155,7 +155,10 @@ def _floats(column: Float32 | None, present_P: Bool, name: str) -> Unsigned:
 
 def _rounded(bits: Unsigned) -> Unsigned:
     """Round float32 patterns to 16 significant bits: noise would fill a plane, and nothing is computed from it."""
-    return (bits + np.uint32(0x7F) + ((bits >> np.uint32(8)) & np.uint32(1))) & np.uint32(0xFFFFFF00)
+    rounded: Unsigned = (bits + np.uint32(0x7F) + ((bits >> np.uint32(8)) & np.uint32(1))) & np.uint32(0xFFFFFF00)
+    if not np.isfinite(rounded.view(np.float32)).all():
+        raise InvalidRows("an entropy is rounded to infinity (SPEC 4.6)")
+    return rounded
 
 
 def allowed_floats(values: Float32, name: str) -> npt.NDArray[np.bool_]:

@@ -57,15 +57,9 @@ class ShardMetadata:
     writer: str = f"teachercache {__version__}"
 
     def __post_init__(self) -> None:
-        for name, value, low, high in (
-            ("vocab_size", self.fingerprint.vocab_size, 1, MAX_VOCAB),
-            ("k", self.k, 1, MAX_K),
-            ("tail_samples", self.tail_samples, 0, MAX_TAIL_SAMPLES),
-        ):
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise CorruptMetadata(f"{name} is {value!r}, not an integer (SPEC 6.2)")
-            if not low <= value <= high:
-                raise LimitExceeded(f"{name} is {value!r}, allowed are {low} to {high} (SPEC 9)")
+        _check_integer("vocab_size", self.fingerprint.vocab_size, 1, MAX_VOCAB)
+        _check_integer("k", self.k, 1, MAX_K)
+        _check_integer("tail_samples", self.tail_samples, 0, MAX_TAIL_SAMPLES)
         if self.profile not in PROFILES:
             raise CorruptMetadata(f"profile {self.profile!r} is not one of {sorted(PROFILES)} (SPEC 6.4)")
         if not self.columns:
@@ -148,6 +142,8 @@ class ShardMetadata:
                 raise CorruptMetadata("there are no columns (SPEC 6.5)")
             if not isinstance(value["writer"], str):
                 raise CorruptMetadata("writer is not text (SPEC 6.2)")
+            # before the fingerprint itself calls it malformed
+            _check_integer("vocab_size", value["fingerprint"]["vocab_size"], 1, MAX_VOCAB)
             return cls(
                 fingerprint=Fingerprint.from_json(value["fingerprint"]),
                 k=value["k"],
@@ -162,9 +158,17 @@ class ShardMetadata:
             raise CorruptMetadata(f"the metadata is malformed: {error} (SPEC 6)") from error
 
 
+def _check_integer(name: str, value: Any, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise CorruptMetadata(f"{name} is {value!r}, not an integer (SPEC 6.2)")
+    if not low <= value <= high:
+        raise LimitExceeded(f"{name} is {value!r}, allowed are {low} to {high} (SPEC 9)")
+
+
 def _column(value: Any) -> Column:
     name, planes, transform = value["name"], value["planes"], value["transform"]
-    if not isinstance(name, str) or not isinstance(planes, int) or isinstance(planes, bool) or planes < 1:
+    texts = isinstance(name, str) and isinstance(transform, str)
+    if not texts or not isinstance(planes, int) or isinstance(planes, bool) or planes < 1:
         raise CorruptMetadata(f"column {value!r} is malformed (SPEC 6.5)")
     if name in COLUMNS and transform != COLUMNS[name][2]:
         raise CorruptMetadata(f"column {name} has transform {transform!r} (SPEC 6.5)")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +14,7 @@ import spec_decoder
 from format_samples import sequence, shard_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shard_parts import resealed
+from shard_parts import Parts, resealed
 
 from teachercache.format_spec import ScoredSequence, Shard, ShardError
 
@@ -102,3 +106,52 @@ def test_mutated_bytes_are_refused_by_both_or_read_alike(data: st.DataObject, re
             ours(mutated)
     else:
         assert ours(mutated) == expected
+
+
+VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, 2, -1, 4, 5, 255, 256, 4096, 4097, 2**24 - 1, 2**24, 2**53 - 1, 2**53, -(2**53), 10**99),
+    *(1.0, float("nan"), "", "1", "bf16", "fp16", "new", "\u00e9", "\ud800", "\x7f", "\x00\x1f", "\U0001f600"),
+    *([], {}, [1], ["a"], {"a": 1}, {"\u00e9": 1}, {"": ""}, "sha256:" + "0" * 64, "sha256:" + "A" * 64),
+    *(json.loads("[" * depth + "]" * depth) for depth in (60, 61, 62, 63, 64, 65)),
+)
+
+
+def changed(value: Any) -> Iterator[Any]:
+    """A value with one thing in it gone, or replaced by each of VALUES."""
+    for place in list(value if isinstance(value, dict) else range(len(value))):
+        whole = copy.copy(value)
+        for whole[place] in VALUES:
+            yield whole
+        if isinstance(value[place], dict | list):
+            for inner in changed(value[place]):
+                whole[place] = inner
+                yield whole
+        del whole[place]
+        yield whole
+
+
+def test_each_change_of_the_metadata_is_refused_for_one_reason_or_read_alike() -> None:
+    parts = Parts.of(shard_bytes(sequence(0, 3, vocab_size=300), vocab_size=300))
+    later = [*parts.fields["columns"], {"name": "later", "planes": 1, "transform": "new"}]
+    frame = parts.frames[0].with_streams([*parts.frames[0].streams, b""])
+    read = 0
+    for fields in changed(parts.fields | {"columns": later, "extra": {"a": [1]}}):
+        text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+        data = replace(parts, metadata=text.encode("utf-8", "surrogatepass"), frames=(frame,)).build()
+        found, expected = outcomes(data)
+        assert found == expected, fields
+        read += isinstance(found, list)
+    assert read > 200
+
+
+def outcomes(data: bytes) -> tuple[Any, Any]:
+    """What ours reads and what the second decoder reads, or the names of their errors."""
+    found: list[Any] = []
+    for read in (ours, lambda data: spec_decoder.decode(data).sequences):
+        try:
+            found.append(read(data))
+        except ShardError as error:
+            found.append(type(error).__name__)
+        except spec_decoder.SpecError as error:
+            found.append(error.name)
+    return found[0], found[1]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import struct
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from format_samples import sequence, shard_bytes
-from shard_parts import ENTRY_SIZE, HEAD_SIZE, TRAILER_SIZE, Parts, resealed
+from shard_parts import ENTRY_SIZE, HEAD_SIZE, TRAILER_SIZE, Parts, resealed, unzstd
 
 from teachercache.format_spec import (
     CorruptFooter,
@@ -111,35 +113,35 @@ def test_entries_that_change_places_are_refused() -> None:
 
 BODY = len(small().frames[0].body)
 LIES = [
-    ("two entries at one place", small().with_entry(1, offset=16), CorruptIndex),
-    ("frames that overlap", small().with_entry(1, offset=16 + BODY - 1), CorruptIndex),
-    ("a gap", small().with_entry(1, offset=16 + BODY + 1), CorruptIndex),
-    ("a step back", small().with_entry(2, offset=0), CorruptIndex),
-    ("out of the file", small().with_entry(2, offset=2**40), CorruptIndex),
-    ("an offset that wraps around", small().with_entry(2, offset=2**64 - 1), CorruptIndex),
-    ("a frame of no bytes", small().with_entry(0, length=0), CorruptIndex),
-    ("a frame larger than the file", small().with_entry(2, length=2**32 - 1), CorruptIndex),
-    ("no positions", small().with_entry(0, positions=0), LimitExceeded),
-    ("one position", small().with_entry(0, positions=1), LimitExceeded),
-    ("four billion positions", small().with_entry(0, positions=2**32 - 1), LimitExceeded),
-    ("a position that the frame has not", small().with_entry(0, positions=10), CorruptFrame),
-    ("another key", small().with_entry(1, key=bytes(8)), CorruptFrame),
-    ("no sequence", small().with_trailer(sequences=0), LimitExceeded),
-    ("fewer sequences", small().with_trailer(sequences=2), CorruptFooter),
-    ("more sequences", small().with_trailer(sequences=4), CorruptFooter),
-    ("2^63 sequences", small().with_trailer(sequences=2**63), LimitExceeded),
-    ("other positions in sum", small().with_trailer(positions=26), CorruptIndex),
-    ("the footer before the head", small().with_trailer(footer=3), CorruptFooter),
-    ("the footer behind the end", small().with_trailer(footer=2**50), CorruptFooter),
-    ("metadata of 4 GiB", small().with_trailer(metadata_length=2**32 - 1), LimitExceeded),
-    ("a table of 4 GiB", small().with_trailer(table_length=2**32 - 1), CorruptFooter),
-    ("another size", small().with_trailer(size=10), TruncatedShard),
+    ("two entries at one place", small().with_entry(1, offset=16), CorruptIndex, "7.2"),
+    ("frames that overlap", small().with_entry(1, offset=16 + BODY - 1), CorruptIndex, "7.2"),
+    ("a gap", small().with_entry(1, offset=16 + BODY + 1), CorruptIndex, "7.2"),
+    ("a step back", small().with_entry(2, offset=0), CorruptIndex, "7.2"),
+    ("out of the file", small().with_entry(2, offset=2**40), CorruptIndex, "7.2"),
+    ("an offset that wraps around", small().with_entry(2, offset=2**64 - 1), CorruptIndex, "7.2"),
+    ("a frame of no bytes", small().with_entry(0, length=0), CorruptIndex, "7.2"),
+    ("a frame larger than the file", small().with_entry(2, length=2**32 - 1), CorruptIndex, "7.2"),
+    ("no positions", small().with_entry(0, positions=0), LimitExceeded, "9"),
+    ("one position", small().with_entry(0, positions=1), LimitExceeded, "9"),
+    ("four billion positions", small().with_entry(0, positions=2**32 - 1), LimitExceeded, "9"),
+    ("a position that the frame has not", small().with_entry(0, positions=10), CorruptFrame, "4.1"),
+    ("another key", small().with_entry(1, key=bytes(8)), CorruptFrame, "7.2"),
+    ("no sequence", small().with_trailer(sequences=0), LimitExceeded, "8.4"),
+    ("fewer sequences", small().with_trailer(sequences=2), CorruptFooter, "8.5"),
+    ("more sequences", small().with_trailer(sequences=4), CorruptFooter, "8.5"),
+    ("2^63 sequences", small().with_trailer(sequences=2**63), LimitExceeded, "8.4"),
+    ("other positions in sum", small().with_trailer(positions=26), CorruptIndex, "7.2"),
+    ("the footer before the head", small().with_trailer(footer=3), CorruptFooter, "8.5"),
+    ("the footer behind the end", small().with_trailer(footer=2**50), CorruptFooter, "8.5"),
+    ("metadata of 4 GiB", small().with_trailer(metadata_length=2**32 - 1), LimitExceeded, "8.4"),
+    ("a table of 4 GiB", small().with_trailer(table_length=2**32 - 1), CorruptFooter, "8.5"),
+    ("another size", small().with_trailer(size=10), TruncatedShard, "8.2"),
 ]
 
 
-@pytest.mark.parametrize(("parts", "error"), [lie[1:] for lie in LIES], ids=[lie[0] for lie in LIES])
-def test_lies_under_right_checksums(parts: Parts, error: type[ShardError]) -> None:
-    with pytest.raises(ShardError, match="SPEC") as caught:
+@pytest.mark.parametrize(("parts", "error", "clause"), [lie[1:] for lie in LIES], ids=[lie[0] for lie in LIES])
+def test_lies_under_right_checksums(parts: Parts, error: type[ShardError], clause: str) -> None:
+    with pytest.raises(ShardError, match=re.escape(f"(SPEC {clause})")) as caught:
         Shard(parts.build()).verify()
     assert type(caught.value) is error
 
@@ -151,12 +153,29 @@ def test_bytes_behind_the_end_or_between_the_parts_are_refused() -> None:
             Shard(data[:at] + bytes(8) + data[at:])
 
 
+def stored(content: bytes, window_log: int) -> bytes:
+    """A zstd frame that holds this content as it is, and asks for a window of 2 to this power."""
+    head = struct.pack("<IBBI", 0xFD2FB528, 0x80, window_log - 10 << 3, len(content))
+    return head + (len(content) << 3 | 1).to_bytes(3, "little") + content
+
+
+def test_a_window_is_at_most_8_mib_however_little_it_holds() -> None:
+    parts = small()
+    plane = unzstd(parts.frames[0].streams[0])
+    expected = Shard(parts.build()).read(0).input_ids_L
+    allowed = parts.with_stream("input_ids", stored(plane, 23)).build()
+    np.testing.assert_array_equal(Shard(allowed).read(0).input_ids_L, expected)
+    for window_log in (24, 31):
+        with pytest.raises(CorruptFrame, match=r"needs a window of \d+ bytes \(SPEC 9\)"):
+            Shard(parts.with_stream("input_ids", stored(plane, window_log)).build()).read(0)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of address space that holds")
 def test_declared_sizes_take_no_memory() -> None:
-    """Small shards that would be large ones, read within 32 MiB of address space beyond what was there before."""
+    """Small shards that would be large ones, read within 8 MiB of address space beyond what was there before."""
     script = Path(__file__).with_name("shard_bombs.py")
-    command = [sys.executable, str(script), str(32 << 20)]
+    command = [sys.executable, str(script), str(8 << 20)]
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
-    assert result.stdout.splitlines() == ["22 refused"], result.stdout + result.stderr
+    assert result.stdout.splitlines() == ["21 refused"], result.stdout + result.stderr

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fuzz_shard import ORDERED, check, shard_of
+from fuzz_shard import check
+from shard_orders import ORDERED, shard_of
 
 from teachercache.format_spec import Shard, ShardError
 
@@ -32,7 +33,7 @@ def test_the_corpus_reaches_behind_the_checksums() -> None:
         else:
             reasons.add("read")
     assert "read" in reasons
-    assert len(reasons) > 20
+    assert len(reasons) >= 20
 
 
 def test_orders_without_content_are_a_valid_shard() -> None:

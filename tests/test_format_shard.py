@@ -325,10 +325,14 @@ def test_metadata_states_the_rules_of_this_version_and_may_say_more() -> None:
         {"columns": [column | {"planes": 1}, *good["columns"][1:]]},
         {"columns": [column | {"transform": "other"}, *good["columns"][1:]]},
         {"columns": [*good["columns"], {"name": "later", "planes": 300, "transform": "new"}]},
+        {"columns": [*good["columns"], {"name": "later", "planes": 1, "transform": 1}]},
         {"fingerprint": {}},
         {"writer": 1},
     ):
         with pytest.raises(ShardError):
+            ShardMetadata.from_bytes(canonical_json(good | change))
+    for change in ({"k": 0}, {"tail_samples": 4097}, {"fingerprint": good["fingerprint"] | {"vocab_size": 0}}):
+        with pytest.raises(LimitExceeded, match=r"\(SPEC 9\)"):
             ShardMetadata.from_bytes(canonical_json(good | change))
     with pytest.raises(CorruptMetadata, match="canonical"):
         ShardMetadata.from_bytes(canonical_json(good).replace(b":", b": ", 1))
@@ -397,6 +401,7 @@ def test_writer_refuses_rows_it_cannot_hold_and_writes_nothing() -> None:
         changed(item, log_tail_mass_P=positive),
         changed(item, log_tail_mass_P=np.full_like(log_tail, -np.inf)),
         changed(item, entropy_P=np.full_like(log_tail, np.nan)),
+        changed(item, entropy_P=np.full_like(log_tail, np.finfo(np.float32).max)),
         changed(item, logsumexp_P=None),
         changed(item, tail_token_ids_PN=np.full((19, 4), 1000, np.int32)),
         changed(item, tail_token_ids_PN=None),
