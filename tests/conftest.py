@@ -6,8 +6,12 @@ import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from rank_processes import Ranks
 
 try:
     ctypes.CDLL("libcuda.so.1")
@@ -22,6 +26,16 @@ def teacher_dir() -> Path:
     from teachercache.demo.model import ensure_model
 
     return ensure_model()
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Two processes that share a process group; to start them takes seconds, a call milliseconds."""
+    from rank_processes import Ranks
+
+    started = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield started
+    started.stop()
 
 
 @pytest.fixture(scope="module")

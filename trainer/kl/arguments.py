@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .gemm import operand_dtype
+from .gemm import operand_dtype, wide_dtype
 from .head import Head
 from .rows import TeacherRows
 
@@ -69,6 +69,18 @@ def check_tensors(head: Head, rows: TeacherRows | None, **vectors: Tensor | None
         raise ValueError("position_weight requires a gradient, but the loss has none for it")
 
 
+def check_split_head(tail: str, impl: str) -> None:
+    """Refuse what would take a part of the vocabulary for the whole.
+
+    Raises:
+        ValueError: says which.
+    """
+    if tail == "renorm_both":
+        raise ValueError("renorm_both reads a whole head's rows: gather them, or leave vocab_group out")
+    if impl == "reference":
+        raise ValueError("impl 'reference' does not talk to other ranks; use 'torch' with vocab_group")
+
+
 def check_direct_gradient(head: Head, grad_scale: float, backward: str | None, reduction: str) -> None:
     """Refuse to write into `weight.grad` where something else than the optimizer reads or rescales it.
 
@@ -78,7 +90,8 @@ def check_direct_gradient(head: Head, grad_scale: float, backward: str | None, r
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if distributed and torch.distributed.get_world_size() > 1:
         raise ValueError("grad_scale writes past DDP and FSDP, which average gradients over ranks: leave it out")
-    if operand_dtype(head.factors) == torch.float16:
+    operand = operand_dtype(head.factors)
+    if operand == torch.float16:
         raise ValueError("grad_scale is for one known upstream gradient, but float16 is trained under a GradScaler's")
     if backward == "recompute" or reduction == "none":
         raise ValueError(
@@ -86,7 +99,15 @@ def check_direct_gradient(head: Head, grad_scale: float, backward: str | None, r
         )
     if not (0.0 < grad_scale < float("inf")):
         raise ValueError(f"grad_scale must be finite and positive, got {grad_scale}")
-    if any(factor.weight_VH.requires_grad and not factor.weight_VH.is_leaf for factor in head.factors):
+    trained = [factor.weight_VH for factor in head.factors if factor.weight_VH.requires_grad]
+    if not all(weight_VH.is_leaf for weight_VH in trained):
         raise ValueError(
             "grad_scale needs a weight that is a leaf: this one is computed, and has no .grad to write into"
         )
+    for weight_VH in trained:
+        sums = {wide_dtype(operand), operand} if weight_VH.is_cuda else {wide_dtype(operand)}
+        if weight_VH.dtype not in sums:
+            raise ValueError(
+                f"grad_scale adds a GEMM's result to weight.grad, which is {weight_VH.dtype}: on "
+                f"{weight_VH.device.type} {operand} operands are not summed in that"
+            )

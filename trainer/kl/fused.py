@@ -32,7 +32,8 @@ class Pass:
         self.gemm_dtype = self.gemms[0].operand
         vocab_size = len(factors[0].weight_VH)
         capped = packed.objective.softcap is not None
-        self.rows = plan.chunk_rows(len(packed), vocab_size, self.gemm_dtype, capped=capped)
+        widest = vocab_size if plan.shard is None else plan.shard.largest
+        self.rows = plan.chunk_rows(len(packed), widest, self.gemm_dtype, capped=capped)
         narrow = plan.impl == "triton" and self.gemm_dtype == self.operand
         dtype = (plan.logits_dtype or self.wide) if narrow else self.wide
         # Rows begin at multiples of 16 entries, so that kernels read 16 bytes at once whatever the vocabulary is.

@@ -6,6 +6,7 @@ Shapes: P positions, C positions of a chunk, V vocabulary, H input width, S colu
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Sequence
 
 import torch
@@ -50,6 +51,8 @@ class Gradients:
         operand_CV = logits_gradient_CV.to(gemms[0].operand)
         columns_S = self._significant(operand_CV)
         if columns_S is not None:
+            if len(columns_S) == 0:
+                return
             operand_CV = operand_CV[:, columns_S]
         for gemm, input_CH, (input_PH, weight) in zip(gemms, inputs_CH, self._pairs, strict=True):
             if input_PH is not None:
@@ -68,7 +71,8 @@ class Gradients:
         """The gradients of bias, inputs and weights times the upstream one; in place unless they are to be kept."""
         if self._plan.weight_grad_scale is not None:
             given = float(upstream)
-            if given != self._plan.weight_grad_scale:
+            # A float32 has but seven digits of what was said.
+            if not math.isclose(given, self._plan.weight_grad_scale, rel_tol=1e-6):
                 raise RuntimeError(
                     f"the head's gradient went into weight.grad for an upstream gradient of "
                     f"{self._plan.weight_grad_scale}, but backward brought {given}: give that as grad_scale"

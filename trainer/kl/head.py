@@ -33,7 +33,7 @@ def read_head(hidden_PH: Tensor, head: Tensor | nn.Module, bias_V: Tensor | None
         ValueError: a bias beside a module, or a module that is none of these; what would train silently wrong.
     """
     if isinstance(head, Tensor):
-        return Head([Factor(hidden_PH, _gathered(head))], bias_V)
+        return Head([Factor(hidden_PH, _gathered(head))], None if bias_V is None else _gathered(bias_V))
     if bias_V is not None:
         raise ValueError("give a head as a module or a weight with a bias, not a module and a bias")
     layer: Any = _active_copy(head)

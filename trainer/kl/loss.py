@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from .arguments import check_arguments, check_direct_gradient, check_tensors
+from .arguments import check_arguments, check_direct_gradient, check_split_head, check_tensors
 from .checks import check_values, check_weights
 from .fused import InForward, Recomputed
 from .gemm import operand_dtype, wide_dtype
@@ -148,13 +148,14 @@ def topk_kl(
         logits_dtype: what the Triton kernel's logits may be rounded to: the operands' dtype halves their memory and
             costs accuracy (README, section 6). Default: float32. The torch path never rounds them.
         accumulator_dtype: what the head's gradient is summed in over chunks, its own dtype or the default, float32.
+            Off a GPU sums are float32 in any case.
         skip_small: leave columns of the vocabulary out of a chunk's gradient GEMMs where all of its gradients in the
             loss of one position are smaller; 0 leaves none out.
         grad_scale: add the head's gradient straight into `weight.grad`, for a backward pass that is going to bring this
             upstream gradient, 1 for `loss.backward()`; refused where gradients are averaged over ranks or unscaled
-            later.
+            later, and where no GEMM gives the weight's dtype (bf16 off a GPU).
         vocab_group: the weight is this rank's part of the vocabulary, in the order of the group's ranks; hidden, rows
-            and the result are the same on all of them.
+            and the result are the same on all of them. Not with `renorm_both`.
         impl: `triton` and `torch` are the fused loss, `reference` the dense definition, `auto` the fastest there is.
         return_stats: give `KLStats` too, from the same pass.
 
@@ -171,6 +172,8 @@ def topk_kl(
         raise ValueError(f"tail is {objective.tail!r} and ce_weight {ce_weight}, but there are no labels")
     if ce_weight < 1.0 and rows is None:
         raise ValueError(f"ce_weight is {ce_weight}, but there are no rows; without a teacher it must be 1")
+    if vocab_group is not None:
+        check_split_head(objective.tail, impl)
     head = read_head(hidden_PH, weight_VH, bias)
     check_tensors(head, rows, labels=labels, position_weight=position_weight)
     operand = operand_dtype(head.factors)

@@ -19,14 +19,22 @@ class VocabShard:
     start: int
     size: int
     vocab_size: int
+    largest: int
+    """The size of the largest part: by it all ranks choose the same chunks, and so meet in the same exchanges."""
 
     @classmethod
     def of(cls, weight_VH: Tensor, group: dist.ProcessGroup) -> VocabShard:
-        """The shard that a rank's part of the head is: parts follow one another in the order of the group's ranks."""
+        """The shard that a rank's part of the head is: parts follow one another in the order of the group's ranks.
+
+        Raises:
+            ValueError: a part is empty; on all ranks alike, so that none waits for another.
+        """
         sizes: list[int] = [0] * dist.get_world_size(group)
         dist.all_gather_object(sizes, len(weight_VH), group=group)
+        if min(sizes) == 0:
+            raise ValueError(f"each rank of vocab_group must hold part of the head, but their rows are {sizes}")
         rank = dist.get_rank(group)
-        return cls(group, sum(sizes[:rank]), sizes[rank], sum(sizes))
+        return cls(group, sum(sizes[:rank]), sizes[rank], sum(sizes), max(sizes))
 
     def own(self, ids_CX: Tensor, values_CX: Tensor) -> tuple[Tensor, Tensor]:
         """Ids as columns of this rank, 0 where they are another's, and values that are 0 there."""
