@@ -140,8 +140,11 @@ def edit_integers(parts: Parts, orders: Orders) -> Parts:
     number, columns = orders.below(len(parts.frames)), parts.fields["columns"]
     if any(stream and declared(stream) >= LARGE for stream in parts.frames[number].streams):
         return parts
-    name = columns[orders.below(len(columns))]["name"]
-    integers = parts.integers(name, number) or [0] * due(parts, name, number)
+    column = columns[orders.below(len(columns))]
+    name, size = column["name"], due(parts, column["name"], number)
+    if size > LARGE or column["planes"] > 256:
+        return parts
+    integers = parts.integers(name, number) or [0] * size
     for _ in range(1 + orders.number() % 3):
         place, kind = orders.below(len(integers)), orders.number() % 4
         near = integers[orders.below(len(integers))]
