@@ -182,6 +182,7 @@ def test_one_sequence_costs_two_ranged_reads(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_the_demo_learns_from_the_rows_and_from_nothing_else(tmp_path: Path, teacher_dir: Path) -> None:
     """Two runs of `teachercache demo --json`, and a student that is fed the rows of the neighbouring position."""
     sizes = ["--train-tokens", "8192", "--heldout-tokens", "1024", "--epochs", "1", "--folder", str(tmp_path)]
