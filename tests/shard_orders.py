@@ -149,7 +149,8 @@ def edit_integers(parts: Parts, orders: Orders) -> Parts:
         place, kind = orders.below(len(integers)), orders.number() % 4
         near = integers[orders.below(len(integers))]
         values = orders.number(4), EDGES[orders.below(len(EDGES))], near, near + orders.number() - 128
-        integers[place] = max(0, values[kind])
+        # differences fall by wrapping around
+        integers[place] = values[kind] % 2**32
     parts = parts.with_integers(name, integers, number)
     if name != "input_ids":
         return parts
