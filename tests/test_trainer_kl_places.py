@@ -129,3 +129,8 @@ def test_a_module_of_its_own() -> None:
     torch.testing.assert_close(loss(hidden, weight, CASE.rows, labels=CASE.labels), expected)
     stats = TopKKLLoss(return_stats=True)(hidden, weight, CASE.rows)[1]  # type: ignore[call-arg]
     assert isinstance(stats, KLStats)
+
+
+def test_a_setting_that_there_is_not_is_refused_at_once() -> None:
+    with pytest.raises(TypeError, match="topk_kl has no setting tial"):
+        TopKKLLoss(tial="bucket")  # type: ignore[call-arg]

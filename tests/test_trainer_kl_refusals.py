@@ -202,6 +202,7 @@ def test_the_position_named_is_the_caller_s(monkeypatch: pytest.MonkeyPatch) -> 
         ({"num_items": torch.tensor(-1)}, "num_items must be positive, got -1"),
         ({"num_items": 5, "reduction": "sum"}, "num_items divides a mean"),
         ({"logits_dtype": torch.float16}, "logits_dtype must be torch.float64, .* got torch.float16"),
+        ({"accumulator_dtype": torch.int8}, "accumulator_dtype must be torch.float64, .* got torch.int8"),
     ],
 )
 def test_arguments(options: dict[str, Any], message: str) -> None:

@@ -240,10 +240,12 @@ def test_what_is_left_beside_a_likely_token_of_another_vocabulary_is_a_distribut
 
 
 def test_a_row_that_is_all_of_another_vocabulary_has_no_entry() -> None:
-    rows = rows_of([[25, -1], [1, 2]], [[1.0, 0.0], [0.5, 0.5]], [-torch.inf] * 2, [[-1], [-1]])
+    rows = rows_of([[25, -1], [1, 2]], [[1.0, 0.0], [0.5, 0.499]], [-torch.inf] * 2, [[-1], [-1]])
     kept, dropped = smaller(rows, 20)
     assert dropped == 1
     assert (kept.token_ids_PK[0] < 0).all()
+    assert (kept.logprobs_PK[0] == -torch.inf).all()
+    # What lost nothing is left as it was stored.
     assert torch.equal(kept.logprobs_PK[1], rows.logprobs_PK[1])
     with pytest.raises(ValueError, match=r"must have an entry .*: not so at position 0"):
         topk_kl(normal(2, 20), torch.eye(20).double(), kept)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_trainer_kl_cases import Case, Result, assert_close, make_case, make_rows, normal, options
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from teachercache.trainer.kl import topk_kl
 from teachercache.trainer.kl.gradients import Gradients
@@ -64,6 +65,37 @@ def test_another_upstream_gradient_than_was_said_is_refused() -> None:
     loss = topk_kl(hidden, weight, CASE.rows, grad_scale=0.5)
     with pytest.raises(RuntimeError, match=r"upstream gradient of 0\.5, but backward brought 1\.0"):
         loss.backward()
+
+
+def test_a_direct_gradient_is_for_one_backward_pass() -> None:
+    hidden, weight, _ = CASE.leaves(torch.float64)
+    loss = topk_kl(hidden, weight, CASE.rows, grad_scale=1.0)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="grad_scale is for one backward pass"):
+        loss.backward()
+
+
+def test_a_direct_gradient_of_a_tied_embedding_meets_the_other() -> None:
+    tokens, found = torch.arange(len(CASE.hidden)) % 5, []
+    for more in ({}, {"grad_scale": 1.0}):
+        _, weight, _ = CASE.leaves(torch.float64)
+        topk_kl(weight[tokens] * 1.5, weight, CASE.rows, **more).backward()
+        found.append(weight.grad)
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_direct_gradient_under_checkpointing_is_written_once(reentrant: bool) -> None:
+    found = []
+    for more in ({}, {"grad_scale": 1.0}):
+        hidden, weight, _ = CASE.leaves(torch.float64)
+
+        def whole(x: Tensor, weight: Tensor = weight, more: dict[str, Any] = more) -> Tensor:
+            return topk_kl(x.tanh(), weight, CASE.rows, **more)
+
+        checkpoint(whole, hidden, use_reentrant=reentrant).backward()
+        found.append((hidden.grad, weight.grad))
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_a_frozen_head_has_no_direct_gradient() -> None:

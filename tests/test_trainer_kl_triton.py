@@ -196,10 +196,10 @@ def test_narrow_logits_are_read_and_narrow_gradients_written_in_place(
 @on_each_device
 def test_softcap_is_exact_from_the_smallest_to_the_largest_logits(device: str) -> None:
     case = small(device, positions=2, vocab=30, bias=False)
-    for size in (1e-4, 30.0, 1e4):
+    for size, cap in ((1e-4, 30.0), (1.0, 1e4), (30.0, 30.0), (1e4, 30.0)):
         logits = normal(2, 30).mul(size).float().double().to(device)
-        loss, gradient = from_logits(logits, case.rows, torch.float32, softcap=30.0, impl="triton")
-        truth, expected = from_logits(logits, case.rows, torch.float64, softcap=30.0, impl="reference")
+        loss, gradient = from_logits(logits, case.rows, torch.float32, softcap=cap, impl="triton")
+        truth, expected = from_logits(logits, case.rows, torch.float64, softcap=cap, impl="reference")
         torch.testing.assert_close(loss.double(), truth, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(gradient.double(), expected, rtol=1e-5, atol=1e-6)
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from teachercache.trainer.kl import TeacherRows, topk_kl, triton_chunks
 
 ODD_ROWS = {
+    "none of it": rows_of([[1, 0]] * 3, [[0.5, 0.25]] * 3, [log32(0.25)] * 3, [[4, 4], [7, 4], [2, 3]]),
     "equal draws": rows_of([[1]] * 3, [[0.5]] * 3, [log32(0.5)] * 3, [[4, 4, 4, 7], [4, 7, 4, 7], [7, 7, 7, 7]]),
     "ragged draws": rows_of([[1]] * 3, [[0.5]] * 3, [log32(0.5)] * 3, [[4, 3, -1, -1], [-1, 4, -1, -1], [7, 7, 7, 7]]),
     "no support": rows_of([[-1]] * 3, [[0.0]] * 3, [0.0] * 3, [[4, 4, 0], [8, 4, 2], [3, 3, 3]]),
@@ -156,6 +157,10 @@ def test_a_hidden_state_that_is_no_number_gives_a_loss_that_is_none(device: str)
     hidden = case.hidden.float().index_fill(0, torch.tensor([1], device=device), torch.nan)
     losses = topk_kl(hidden, case.weight.float(), case.rows, impl="triton", reduction="none")
     assert losses.isnan().tolist() == [False, True]
+    elsewhere = [v for v in range(61) if v not in case.rows.token_ids_PK.flatten().tolist()]
+    weight = case.weight.float().index_fill(0, torch.tensor(elsewhere[:1], device=device), torch.nan)
+    losses = topk_kl(case.hidden.float(), weight, case.rows, impl="triton", reduction="none", tail="bucket")
+    assert losses.isnan().all()
 
 
 @on_each_device

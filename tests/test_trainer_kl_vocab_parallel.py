@@ -14,6 +14,8 @@ from peft import LoraConfig, get_peft_model
 from rank_processes import Ranks
 from test_trainer_kl_cases import FULL_MODES, SHAPED_MODES, Case, make_case, options
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from teachercache.trainer.kl import topk_kl
 
@@ -91,23 +93,29 @@ def test_a_column_that_one_rank_s_bias_switches_off(ranks: Ranks) -> None:
     torch.testing.assert_close(found, whole_head(case, tail="bucket"), rtol=1e-11, atol=1e-13, equal_nan=True)
 
 
+class Exchanges(TorchDispatchMode):
+    """Records the shapes of the floats that ranks exchange, by whatever collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor) and x.is_floating_point()]
+            self.shapes += [tuple(x.shape) for x in tensors]
+        return func(*args, **(kwargs or {}))
+
+
 def exchanged(rank: int, case: Case, *, body: bool, head: bool, **chosen: Any) -> list[tuple[int, ...]]:
-    """The shapes of what ranks have added up."""
-    shapes: list[tuple[int, ...]] = []
-    real = dist.all_reduce
-
-    def all_reduce(tensor: Tensor, *given: Any, **named: Any) -> Any:
-        shapes.append(tuple(tensor.shape))
-        return real(tensor, *given, **named)
-
+    """What ranks exchange of a loss and its gradients."""
     hidden = case.hidden.clone().requires_grad_(body)
     weight = own_part(rank, case.weight).detach().requires_grad_(head)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(dist, "all_reduce", all_reduce)
+    with Exchanges() as recorded:
         loss = topk_kl(hidden, weight, case.rows, vocab_group=dist.group.WORLD, **chosen)
         if body or head:
             loss.backward()
-    return shapes
+    return recorded.shapes
 
 
 @pytest.mark.parametrize("backward", ["in_forward", "recompute"])

@@ -35,6 +35,7 @@ class Gradients:
         self._bias_V = None if bias_V is None or not wants_bias else bias_V.new_zeros(len(bias_V), dtype=wide)
         self._dtypes = [None if bias_V is None else bias_V.dtype]
         self._pairs: list[tuple[Tensor | None, _WeightGradient | None]] = []
+        self._given = False
         for factor, of_input, of_weight in zip(factors, wants[::2], wants[1::2], strict=True):
             kept = wide if factor.input_PH.dtype == torch.float16 else factor.input_PH.dtype
             input_PH = torch.zeros_like(factor.input_PH, dtype=kept) if of_input else None
@@ -77,6 +78,11 @@ class Gradients:
                     f"the head's gradient went into weight.grad for an upstream gradient of "
                     f"{self._plan.weight_grad_scale}, but backward brought {given}: give that as grad_scale"
                 )
+            if self._given:
+                raise RuntimeError(
+                    "the head's gradient went into weight.grad once: grad_scale is for one backward pass"
+                )
+            self._given = True
             upstream = torch.ones_like(upstream)
         late = upstream * self._late_scale
         gradients = [_times(self._bias_V, late, self._dtypes[0], keep)]

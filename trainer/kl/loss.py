@@ -147,8 +147,8 @@ def topk_kl(
             GPU, whose GEMMs want to be large, 64 MiB elsewhere, where that gains nothing.
         logits_dtype: what the Triton kernel's logits may be rounded to: the operands' dtype halves their memory and
             costs accuracy (README, section 6). Default: float32. The torch path never rounds them.
-        accumulator_dtype: what the head's gradient is summed in over chunks, its own dtype or the default, float32.
-            Off a GPU sums are float32 in any case.
+        accumulator_dtype: what the head's gradient is summed in over chunks, the operands' dtype or the default,
+            float32. Off a GPU sums are float32 in any case.
         skip_small: leave columns of the vocabulary out of a chunk's gradient GEMMs where all of its gradients in the
             loss of one position are smaller; 0 leaves none out.
         grad_scale: add the head's gradient straight into `weight.grad`, for a backward pass that is going to bring this
@@ -178,8 +178,9 @@ def topk_kl(
     check_tensors(head, rows, labels=labels, position_weight=position_weight)
     operand = operand_dtype(head.factors)
     wide = wide_dtype(operand)
-    if logits_dtype not in (None, operand, wide):
-        raise ValueError(f"logits_dtype must be {wide}, or the operands' {operand}, got {logits_dtype}")
+    for name, dtype in {"logits_dtype": logits_dtype, "accumulator_dtype": accumulator_dtype}.items():
+        if dtype not in (None, operand, wide):
+            raise ValueError(f"{name} must be {wide}, or the operands' {operand}, got {dtype}")
     unknown = TeacherRows.unknown(len(hidden_PH), hidden_PH.device)
     packed = pack(
         unknown if rows is None else rows, position_weight, labels, ignore_index=ignore_index, objective=objective,

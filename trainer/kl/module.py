@@ -14,10 +14,16 @@ class TopKKLLoss(nn.Module):
     """`topk_kl` with settings of its own: `TopKKLLoss(ce_weight=0.3)(hidden_PH, lm_head, rows, labels=labels)`.
 
     What differs from call to call, tensors and `num_items`, is given to the call, which may override a setting.
+
+    Raises:
+        TypeError: `topk_kl` has no such setting.
     """
 
     def __init__(self, **options: Unpack[LossOptions]) -> None:
         super().__init__()
+        unknown = options.keys() - {*LossOptions.__annotations__, "return_stats"}
+        if unknown:
+            raise TypeError(f"topk_kl has no setting {', '.join(sorted(unknown))}")
         self.options = options
 
     def forward(
