@@ -104,6 +104,8 @@ class Bench:
         case.hidden_PH.grad = case.weight_VH.grad = None
         gc.collect()
         if self.device == "cuda":
+            # cuBLAS and cuBLASLt each keep 32 MiB once they were used: a loss would be charged for another's
+            torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
 
 
