@@ -46,6 +46,22 @@ def test_links_of_the_readme_lead_somewhere() -> None:
         assert (root / target).exists(), target
 
 
+def test_tests_that_a_document_names_are_there() -> None:
+    root = Path(__file__).parent.parent
+    defined = {
+        name for path in root.glob("tests/test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+    }
+    files = {path.name for path in root.glob("tests/test_*.py")}
+    documents = [
+        path
+        for folder in ("", "docs/", "docs/decisions/", "trainer/kl/", "format_spec/")
+        for path in root.glob(f"{folder}*.md")
+    ]
+    named = {name for path in documents for name in re.findall(r"`(test_\w+(?:\.py)?)`", path.read_text())}
+    assert len(named) > 20
+    assert named <= defined | files, named - defined - files
+
+
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         cli.main(["--help"])
