@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from ...format_spec import Fingerprint, Rows
 from ..errors import MissingExtra
-from .errors import EngineError, InvalidSetting, UnknownEngine, UnscorableSequence, UntokenizableExample
+from .errors import EngineDied, EngineError, InvalidSetting, UnknownEngine, UnscorableSequence, UntokenizableExample
 
-# an engine's name, which is that of its module here and of the extra that installs what it runs on: its class
-ENGINES = {"transformers": "TransformersEngine"}
+# an engine's name, which is that of the extra that installs what it runs on: its module here, and its class
+ENGINES = {"transformers": (".transformers", "TransformersEngine"), "vllm": (".vllm.engine", "VllmEngine")}
 
 
 class Engine(Protocol):
@@ -59,11 +59,16 @@ class Engine(Protocol):
             UnscorableSequence: fewer than 2 tokens, more than `max_length`, or an id outside the vocabulary.
             InvalidSetting: `k` is outside 1 .. `vocab_size`, `tail_samples` cannot be drawn, or `min_prob` is no
                 probability.
+            EngineDied: processes of the engine's own ended or hang; it is of no more use.
         """
+
+    def close(self) -> None:
+        """Give back memory and processes; the engine is of no more use."""
 
 
 __all__ = [
     "Engine",
+    "EngineDied",
     "EngineError",
     "InvalidSetting",
     "UnknownEngine",
@@ -84,7 +89,8 @@ def load_engine(name: str, path: str | Path, **options: Any) -> Engine:
     if name not in ENGINES:
         raise UnknownEngine(f"unknown engine {name!r}; known: {sorted(ENGINES)}")
     try:
-        engine_class = getattr(importlib.import_module(f".{name}", __name__), ENGINES[name])
+        module, class_name = ENGINES[name]
+        engine_class = getattr(importlib.import_module(module, __name__), class_name)
     except ModuleNotFoundError as error:
         raise MissingExtra(
             f"engine {name!r} needs {error.name}, which is not installed: pip install 'teachercache[{name}]'"

@@ -6,6 +6,9 @@ H = min(K + 1, V): the support's values and the largest value off it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -20,7 +23,34 @@ GPU_BLOCK_BYTES = 2**30
 _WEIGHTLESS = -800.0
 
 
-def capture(
+class Columns(NamedTuple):
+    """The columns of `Rows` as tensors, where the logits are: ids int32, the rest float32."""
+
+    token_ids_PK: Tensor
+    logprobs_PK: Tensor
+    log_tail_mass_P: Tensor
+    logsumexp_P: Tensor
+    entropy_P: Tensor
+    tail_token_ids_PN: Tensor | None
+
+    def to_rows(self) -> Rows:
+        """Bring them into memory."""
+        return Rows(*(None if column is None else column.cpu().numpy() for column in self))
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Columns]) -> Columns:
+        """Return the columns of all parts, which are at least one and alike."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(*(None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def capture(logits_PV: Tensor, **how: Any) -> Rows:
+    """Return the rows of raw logits; see `capture_columns`."""
+    return capture_columns(logits_PV, **how).to_rows()
+
+
+def capture_columns(
     logits_PV: Tensor,
     *,
     k: int,
@@ -28,7 +58,7 @@ def capture(
     uniforms_P: npt.NDArray[np.float64],
     min_prob: float = 0.0,
     block_bytes: int | None = None,
-) -> Rows:
+) -> Columns:
     """Return the rows of raw logits, over the whole vocabulary and at temperature 1.
 
     Ties go to the lowest ids. Entries of the top k less probable than `min_prob`, but for the first, belong to the
@@ -38,7 +68,7 @@ def capture(
     if block_bytes is None:
         block_bytes = GPU_BLOCK_BYTES if logits_PV.is_cuda else CPU_BLOCK_BYTES_PER_THREAD * torch.get_num_threads()
     size = max(1, block_bytes // (8 * logits_PV.shape[1]))
-    return Rows.concatenate(
+    return Columns.concatenate(
         [
             _capture_block(logits_PV[start : start + size], k, tail_samples, min_prob, uniforms_P[start : start + size])
             for start in range(0, max(len(logits_PV), 1), size)
@@ -48,7 +78,7 @@ def capture(
 
 def _capture_block(
     logits_BV: Tensor, k: int, tail_samples: int, min_prob: float, uniforms_B: npt.NDArray[np.float64]
-) -> Rows:
+) -> Columns:
     logits_BV = logits_BV.float()
     top_BH, top_ids_BH = logits_BV.topk(min(k + 1, logits_BV.shape[1]))
     # NaN ranks above +inf, so the first value tells
@@ -81,13 +111,13 @@ def _capture_block(
         values_BK, logprobs_BK = (column.masked_fill(cut_BK, -torch.inf) for column in (values_BK, logprobs_BK))
 
     draws_BN = _draw(weights_BV, uniforms_B, tail_samples) if tail_samples else None
-    return Rows(
-        token_ids_PK=_to_int32(ids_BK.masked_fill(absent_B1 | values_BK.isneginf(), PAD_ID)),
-        logprobs_PK=_to_float32(logprobs_BK.masked_fill(absent_B1, -torch.inf)),
-        log_tail_mass_P=_to_float32((log_tail_B1 - lse_B1).masked_fill(absent_B1, torch.nan)[:, 0]),
-        logsumexp_P=_to_float32(lse_B1.masked_fill(absent_B1, torch.nan)[:, 0]),
-        entropy_P=_to_float32(entropy_B1.masked_fill(absent_B1, torch.nan)[:, 0]),
-        tail_token_ids_PN=None if draws_BN is None else _to_int32(draws_BN.masked_fill(absent_B1 | no_tail_B1, PAD_ID)),
+    return Columns(
+        token_ids_PK=ids_BK.masked_fill(absent_B1 | values_BK.isneginf(), PAD_ID).int(),
+        logprobs_PK=logprobs_BK.masked_fill(absent_B1, -torch.inf).float(),
+        log_tail_mass_P=(log_tail_B1 - lse_B1).masked_fill(absent_B1, torch.nan)[:, 0].float(),
+        logsumexp_P=lse_B1.masked_fill(absent_B1, torch.nan)[:, 0].float(),
+        entropy_P=entropy_B1.masked_fill(absent_B1, torch.nan)[:, 0].float(),
+        tail_token_ids_PN=None if draws_BN is None else draws_BN.masked_fill(absent_B1 | no_tail_B1, PAD_ID).int(),
     )
 
 
@@ -140,13 +170,3 @@ def _draw(weights_BV: Tensor, uniforms_B: npt.NDArray[np.float64], tail_samples:
     uniforms_B1 = torch.from_numpy(uniforms_B).to(weights_BV.device)[:, None]
     steps_N = torch.arange(tail_samples, device=weights_BV.device, dtype=torch.float64)
     return torch.searchsorted(sums_BV, (uniforms_B1 + steps_N) / tail_samples * sums_BV[:, -1:], right=True)
-
-
-def _to_int32(column: Tensor) -> npt.NDArray[np.int32]:
-    array: npt.NDArray[np.int32] = column.to("cpu", torch.int32).numpy()
-    return array
-
-
-def _to_float32(column: Tensor) -> npt.NDArray[np.float32]:
-    array: npt.NDArray[np.float32] = column.to("cpu", torch.float32).numpy()
-    return array

@@ -3,6 +3,7 @@
 ServiceError
 ├── EngineError                  the engine did not do what it must
 │   ├── UnknownEngine            no engine has this name
+│   ├── EngineDied               its processes ended or hang: loaded again, it may go on
 │   └── InvalidSetting           a dtype, device, k or count that the engine cannot run with
 └── SequenceError
     ├── UnscorableSequence       token ids that the teacher cannot be asked about
@@ -23,6 +24,10 @@ class UnknownEngine(EngineError):
     """No engine has this name."""
 
     code = Code.INVALID_CONFIG
+
+
+class EngineDied(EngineError):
+    """The engine's processes ended, or do nothing any more; another may be loaded."""
 
 
 class InvalidSetting(EngineError):

@@ -103,6 +103,9 @@ class TransformersEngine:
         check_sequences(sequences, num_embeddings=self._num_embeddings, max_length=self.max_length)
         return self._score(sequences, partial(capture, k=k, tail_samples=tail_samples, min_prob=min_prob), seed)
 
+    def close(self) -> None:
+        """Nothing runs beside the process itself."""
+
     def _score(self, sequences: Sequence[Ids], to_rows: ToRows, seed: int) -> Iterator[tuple[int, Rows]]:
         max_tokens = self._max_batch_tokens
         if self._head is None:

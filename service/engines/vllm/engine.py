@@ -1,0 +1,243 @@
+"""The engine: sequences go into vLLM's own queue, a bounded number of tokens at a time, and come back as rows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Thread
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import vllm
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from ....format_spec import Code, Fingerprint, Rows
+from ...errors import UnsupportedTeacher
+from ..errors import EngineDied, EngineError, InvalidSetting
+from ..sequences import Ids, check_sequences
+from .front import FlatPath, HookPath, Wanted, keep_arrays
+from .options import arguments, set_environment
+
+DTYPES = ("float32", "bfloat16", "float16")
+PATHS = {"hook": HookPath, "flat": FlatPath}
+# as many tokens are with vLLM as it works on in so many steps
+STEPS_IN_FLIGHT = 3
+# a start loads weights and compiles; a sequence waits for those before it
+START_SECONDS, STALL_SECONDS = 3600.0, 600.0
+PROBE_TOKENS = 24
+PROBE_K = 8
+# the two paths differ by float32 sums in another order
+TOLERANCE = 1e-3
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class VllmEngine:
+    """A teacher in vLLM, on a CPU or on GPUs, in processes of vLLM's own.
+
+    `engine_args` are settings of vLLM by its names; those that right rows need are refused. `capture_path` is "hook"
+    (our code in vLLM's workers: all columns), "flat" (vLLM's public API: plain top-k) or "auto", the first where it
+    gives what the second gives. A sequence that vLLM does not answer in `stall_seconds` counts as vLLM's death.
+
+    Raises:
+        InvalidSetting: an unknown dtype or path, or a setting that is not the user's.
+        UnsupportedTeacher: vLLM does not load it.
+    """
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        dtype: str = "float32",
+        head_dtype: str = "float32",
+        capture_path: str = "auto",
+        engine_args: Mapping[str, Any] | None = None,
+        stall_seconds: float = STALL_SECONDS,
+    ) -> None:
+        if dtype not in DTYPES or head_dtype not in {"float32", dtype}:
+            raise InvalidSetting(f"dtype {dtype!r} with a head of {head_dtype!r} is none of {list(DTYPES)} and float32 or the same")
+        if capture_path not in ("auto", *PATHS):
+            raise InvalidSetting(f"capture_path {capture_path!r} is not one of {['auto', *PATHS]}")
+        self._dtype, self._head_dtype, self._given = dtype, head_dtype, dict(engine_args or {})
+        self._stall_seconds = stall_seconds
+        args = arguments(path, dtype=dtype, head_dtype=head_dtype, given=self._given)
+        set_environment()
+        keep_arrays()
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        self._thread.start()
+        self._llm: Any = None
+        self._number = 0
+        begin = time.monotonic()
+        try:
+            self._llm = self._run(self._start(args), START_SECONDS)
+            self._read_config()
+            self._runner = self._install()
+            self._path = self._choose(capture_path)
+        except BaseException:
+            self.close()
+            raise
+        _log.info("vLLM %s is ready after %.0f s: %s", vllm.__version__, time.monotonic() - begin, self._kernel())
+
+    @property
+    def draws_tail_samples(self) -> bool:
+        """Whether rows can have tail samples."""
+        return self._path.draws_tail_samples
+
+    def fingerprint(self, teacher: str, tokenizer: str) -> Fingerprint:
+        """Return who produces the numbers, given the digests of the teacher and of its tokenizer."""
+        return Fingerprint(
+            teacher=teacher,
+            tokenizer=tokenizer,
+            vocab_size=self.vocab_size,
+            engine=self.name,
+            dtype=self._dtype,
+            head_dtype=self._head_dtype,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            kernel=self._kernel(),
+            software={"torch": torch.__version__, "vllm": vllm.__version__},
+        )
+
+    def score(
+        self, sequences: Sequence[Ids], *, k: int, tail_samples: int, seed: int, min_prob: float = 0.0
+    ) -> Iterator[tuple[int, Rows]]:
+        """Yield each sequence's number and rows, from short to long; see `Engine.score`.
+
+        What was computed together depends on time, so rows repeat within the rounding of the teacher's dtype only.
+
+        Raises:
+            EngineDied: vLLM's processes ended, or gave nothing for long; load the engine again.
+        """
+        if not 1 <= k <= self.vocab_size:
+            raise InvalidSetting(
+                f"k {k} is outside 1 .. {self.vocab_size}, the teacher's vocabulary", Code.K_OUT_OF_RANGE
+            )
+        if tail_samples < 0:
+            raise InvalidSetting(f"tail_samples {tail_samples} is negative")
+        if tail_samples and not self.draws_tail_samples:
+            raise InvalidSetting(
+                f"vLLM runs without our hook (path {self._path.name}), and cannot draw tail samples: ask for 0",
+                Code.TAIL_SAMPLES_UNAVAILABLE,
+            )
+        if not 0 <= min_prob <= 1:
+            raise InvalidSetting(f"min_prob {min_prob} is outside 0 .. 1")
+        check_sequences(sequences, num_embeddings=self.vocab_size, max_length=self.max_length)
+        return self._score(sequences, Wanted(k, tail_samples, seed, min_prob))
+
+    def close(self) -> None:
+        """End vLLM's processes; does nothing twice."""
+        if self._llm is not None:
+            self._llm.shutdown()
+            self._llm = None
+        if self._loop.is_running():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    async def _start(self, args: dict[str, Any]) -> Any:
+        """vLLM starts tasks of its own on the loop that it is made on."""
+        try:
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
+        except TypeError as error:
+            raise InvalidSetting(f"vLLM {vllm.__version__} does not take these settings: {error}") from error
+        except (ValueError, OSError, RuntimeError) as error:
+            raise UnsupportedTeacher(f"vLLM cannot run this teacher: {str(error).strip()[:500]}") from error
+
+    def _read_config(self) -> None:
+        config = self._llm.vllm_config
+        self.vocab_size = int(config.model_config.get_vocab_size())
+        # the last token of a sequence is not sent, and vLLM wants room for one more than it gets
+        self.max_length = int(config.model_config.max_model_len)
+        self._batched_tokens = int(config.scheduler_config.max_num_batched_tokens)
+
+    def _install(self) -> str:
+        (runner, *_) = self._run(self._llm.collective_rpc("teachercache_install"))
+        return str(runner)
+
+    def _choose(self, capture_path: str) -> HookPath | FlatPath:
+        """Return the path to take, after both have scored the same."""
+        if capture_path == "flat":
+            return FlatPath()
+        ids = np.arange(min(PROBE_TOKENS, self.max_length), dtype=np.int32) * 7 % self.vocab_size
+        wanted = Wanted(min(PROBE_K, self.vocab_size), 0, 0, 0.0)
+        try:
+            hook, flat = (self._run(self._one(path, ids, wanted)) for path in (HookPath(), FlatPath()))
+            worst = float(np.abs(hook.logprobs_PK - flat.logprobs_PK).max())
+            if not worst <= TOLERANCE:
+                raise EngineError(f"its logprobs differ by {worst:.2g} from those of vLLM's public API")
+        except EngineError as error:
+            if capture_path == "hook":
+                raise
+            _log.warning("vLLM runs without our hook, rows are plain top-k and slower: %s", error)
+            return FlatPath()
+        return HookPath()
+
+    def _kernel(self) -> str:
+        config = self._llm.vllm_config
+        facts = {
+            "path": self._path.name,
+            "runner": self._runner,
+            "batched": self._batched_tokens,
+            "quantization": config.model_config.quantization or "none",
+            **{name: self._given[name] for name in sorted(self._given)},
+        }
+        return " ".join(f"{name}={value}" for name, value in facts.items())
+
+    def _score(self, sequences: Sequence[Ids], wanted: Wanted) -> Iterator[tuple[int, Rows]]:
+        waiting = deque(sorted(range(len(sequences)), key=lambda index: len(sequences[index])))
+        sent: deque[tuple[int, Future[Rows]]] = deque()
+        room = STEPS_IN_FLIGHT * self._batched_tokens
+        try:
+            while waiting or sent:
+                # nothing is sent while the rows that are there are not taken
+                while waiting and (not sent or room >= len(sequences[waiting[0]])):
+                    index = waiting.popleft()
+                    room -= len(sequences[index])
+                    sent.append((index, self._submit(self._one(self._path, sequences[index], wanted))))
+                index, future = sent[0]
+                rows = self._result(future, self._stall_seconds)
+                sent.popleft()
+                room += len(sequences[index])
+                yield index, rows
+        finally:
+            for _, future in sent:
+                future.cancel()
+
+    async def _one(self, path: HookPath | FlatPath, ids: Ids, wanted: Wanted) -> Rows:
+        self._number += 1
+        prompt = {"prompt_token_ids": path.prompt(ids)}
+        output = None
+        try:
+            async for output in self._llm.generate(prompt, path.params(ids, wanted), str(self._number)):
+                pass
+        except EngineDeadError as error:
+            raise EngineDied(f"vLLM's engine ended: {error}") from error
+        except ValueError as error:
+            raise EngineError(f"vLLM refused a sequence of {len(ids)} tokens: {error}") from error
+        if output is None or not output.finished:
+            raise EngineError(f"vLLM gave no answer for a sequence of {len(ids)} tokens")
+        return path.rows(output, ids, wanted)
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _run(self, work: Coroutine[Any, Any, T], seconds: float = STALL_SECONDS) -> T:
+        return self._result(self._submit(work), seconds)
+
+    def _result(self, future: Future[T], seconds: float) -> T:
+        try:
+            return future.result(seconds)
+        except TimeoutError as error:
+            future.cancel()
+            raise EngineDied(f"vLLM gave nothing for {seconds:.0f} s") from error
