@@ -62,23 +62,35 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
         help="a teacher to serve, a folder or hub id; may be repeated",
     )
     parser.add_argument("--data-dir", help="where everything is kept ($XDG_DATA_HOME/teachercache)")
-    parser.add_argument("--engine", help="what runs the teachers (transformers)")
+    parser.add_argument("--engine", help="what runs the teachers: transformers or vllm (transformers)")
     parser.add_argument("--dtype", help="float32, bfloat16, float16 or auto, what the teacher's config says (auto)")
+    parser.add_argument(
+        "--head-dtype", help="vllm: dtype of the logits, float32 or auto, the same as --dtype (float32)"
+    )
+    parser.add_argument(
+        "--capture-path",
+        help="vllm: hook, flat (plain top-k by its public API) or auto, hook where it gives what flat gives (auto)",
+    )
+    parser.add_argument(
+        "--engine-arg", action="append", metavar="NAME=VALUE", help="vllm: a setting of vLLM's own; may be repeated"
+    )
     parser.add_argument("--free-space-reserve", type=int, metavar="BYTES", help="disk space never used (1 GiB)")
     parser.add_argument("--idle-seconds", type=float, help="idle time after which the worker frees memory (300)")
     parser.add_argument("--lease-seconds", type=float, help="time without progress after which a worker is lost (300)")
 
 
 def _settings(args: argparse.Namespace) -> Any:
+    from .engine_choice import parse_engine_args
     from .errors import InvalidSettings
     from .settings import Settings, load_settings, parse_teachers
 
-    given = {name: getattr(args, name, None) for name in Settings.model_fields if name != "teachers"}
+    given = {name: getattr(args, name, None) for name in Settings.model_fields}
     try:
-        teachers = None if args.teacher is None else parse_teachers(args.teacher)
+        given["teachers"] = None if args.teacher is None else parse_teachers(args.teacher)
+        given["engine_args"] = None if args.engine_arg is None else parse_engine_args(args.engine_arg)
     except ValueError as error:
         raise InvalidSettings(str(error)) from error
-    return load_settings(teachers=teachers, **given)
+    return load_settings(**given)
 
 
 def _await_end_of_input(stop: Event) -> None:

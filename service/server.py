@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import socket
 import sys
@@ -102,8 +103,11 @@ def worker_command(settings: Settings, teachers: Teachers) -> list[str]:
     """Return the command line of this server's worker."""
     package = __name__.partition(".")[0]
     command = [sys.executable, "-m", package, "worker", "--supervised"]
-    for name in ("data_dir", "engine", "dtype", "free_space_reserve", "idle_seconds", "lease_seconds"):
+    engine = ("engine", "dtype", "head_dtype", "capture_path")
+    for name in ("data_dir", *engine, "free_space_reserve", "idle_seconds", "lease_seconds"):
         command += ["--" + name.replace("_", "-"), str(getattr(settings, name))]
+    for name, value in settings.engine_args.items():
+        command += ["--engine-arg", f"{name}={json.dumps(value)}"]
     for teacher in teachers.all:
         command += ["--teacher", f"{teacher.name}={teacher.path}"]
     return command

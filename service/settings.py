@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from ..format_spec import is_digest, is_request_id
+from .engine_choice import HEAD_DTYPE, EngineChoice
 from .errors import InvalidSettings
 
 PREFIX = "TEACHERCACHE_"
@@ -29,7 +30,8 @@ def default_data_dir() -> Path:
 class Settings(BaseSettings):
     """All settings of a server; sizes in bytes, times in seconds.
 
-    `teachers` maps names to local folders or hub ids; in the environment it is `NAME=PATH,NAME=PATH`.
+    `teachers` maps names to local folders or hub ids; in the environment it is `NAME=PATH,NAME=PATH`, and `engine_args`
+    a JSON object.
     """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
@@ -40,11 +42,19 @@ class Settings(BaseSettings):
     teachers: Annotated[dict[str, str], NoDecode] = Field(default_factory=dict)
     engine: str = "transformers"
     dtype: str = "auto"
+    head_dtype: str = HEAD_DTYPE
+    capture_path: str = "auto"
+    engine_args: dict[str, Any] = Field(default_factory=dict)
     upload_limit: int = Field(default=16 * 2**30, ge=1)
     free_space_reserve: int = Field(default=1 * 2**30, ge=0)
     idle_seconds: float = Field(default=300.0, ge=0)
     lease_seconds: float = Field(default=300.0, gt=0)
     drain_seconds: float = Field(default=10.0, gt=0)
+
+    @property
+    def choice(self) -> EngineChoice:
+        """The engine and its settings; raises InvalidSettings."""
+        return EngineChoice(self.engine, self.dtype, self.head_dtype, self.capture_path, self.engine_args)
 
     @field_validator("teachers", mode="before")
     @classmethod

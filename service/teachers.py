@@ -12,13 +12,10 @@ from typing import Any
 from ..format_spec import FormatError, canonical_json, digest_bytes, tokenizer_digest
 from ..format_spec.request import AUTO, MAX_SHARD_POSITIONS
 from ..format_spec.tokenizer_identity import TOKENIZER_FILES
-from .errors import InvalidSettings, MissingExtra, UnknownTeacher, UnsupportedTeacher
+from .engine_choice import DTYPES, EngineChoice
+from .errors import MissingExtra, UnknownTeacher, UnsupportedTeacher
 from .settings import Settings
 
-DTYPES = ("float32", "bfloat16", "float16")
-# known here so that the API process need not import an engine; a test compares them with the engines
-DRAWS_TAIL_SAMPLES = {"transformers": True}
-HEAD_DTYPE = "float32"
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -41,7 +38,7 @@ class Teacher:
     """A teacher in a local folder and how it is run.
 
     `digest` is that of canonical JSON with the digests of config, weights, tokenizer files and templates;
-    `tokenizer` the identity that a student is compared by.
+    `tokenizer` the identity that a student is compared by; `draws_tail_samples` says whether rows can have them.
     """
 
     name: str
@@ -52,17 +49,13 @@ class Teacher:
     max_length: int
     engine: str
     dtype: str
-    head_dtype: str = HEAD_DTYPE
+    head_dtype: str
+    draws_tail_samples: bool
 
     @property
     def limits(self) -> Limits:
         """What a data set is checked against."""
         return Limits(self.path, self.vocab_size, self.max_length)
-
-    @property
-    def draws_tail_samples(self) -> bool:
-        """Whether its rows can have tail samples."""
-        return DRAWS_TAIL_SAMPLES[self.engine]
 
     def to_json(self) -> dict[str, Any]:
         """Return what clients are told."""
@@ -88,13 +81,9 @@ class Teachers:
     @classmethod
     def of(cls, settings: Settings, digest_of: DigestOf) -> Teachers:
         """Read the teachers that the settings name, fetching those that are hub ids."""
-        if settings.engine not in DRAWS_TAIL_SAMPLES:
-            raise InvalidSettings(f"unknown engine {settings.engine!r}; known: {sorted(DRAWS_TAIL_SAMPLES)}")
-        if settings.dtype not in (AUTO, *DTYPES):
-            raise InvalidSettings(f"unknown dtype {settings.dtype!r}; known: {[AUTO, *DTYPES]}")
+        choice = settings.choice
         return cls(
-            read_teacher(name, resolve_path(path), settings.engine, settings.dtype, digest_of)
-            for name, path in settings.teachers.items()
+            read_teacher(name, resolve_path(path), choice, digest_of) for name, path in settings.teachers.items()
         )
 
     def find(self, name_or_digest: str) -> Teacher:
@@ -131,10 +120,10 @@ def resolve_path(path: str) -> Path:
         raise UnknownTeacher(f"{path} is not a folder here, and the hub does not give it: {reason}") from error
 
 
-def read_teacher(name: str, path: Path, engine: str, dtype: str, digest_of: DigestOf) -> Teacher:
-    """Return the teacher in a Hugging Face folder.
+def read_teacher(name: str, path: Path, choice: EngineChoice, digest_of: DigestOf) -> Teacher:
+    """Return the teacher in a Hugging Face folder, as the chosen engine runs it.
 
-    `digest_of` gives the digest of a file, and may remember it. `dtype` "auto" is the one that the config states.
+    `digest_of` gives the digest of a file, and may remember it.
 
     Raises:
         UnsupportedTeacher: files are missing or damaged, or it would need pickled weights or code of its own.
@@ -156,15 +145,18 @@ def read_teacher(name: str, path: Path, engine: str, dtype: str, digest_of: Dige
     files += [file for file in (*TOKENIZER_FILES, *TEMPLATE_FILES) if (path / file).is_file()]
     # file names as values: a name need not be ASCII, as keys of canonical JSON are
     parts = [[file, digest_of(path / file)] for file in sorted(files)]
+    dtype = _dtype(choice.dtype, text_config, config)
     return Teacher(
         name=name,
         path=path,
         digest=digest_bytes(canonical_json(parts)),
         tokenizer=tokenizer,
         vocab_size=vocab_size,
-        max_length=min(max_length, MAX_SHARD_POSITIONS),
-        engine=engine,
-        dtype=_dtype(dtype, text_config, config),
+        max_length=min(max_length, choice.engine_args.get("max_model_len") or max_length, MAX_SHARD_POSITIONS),
+        engine=choice.engine,
+        dtype=dtype,
+        head_dtype=dtype if choice.head_dtype == AUTO else choice.head_dtype,
+        draws_tail_samples=choice.draws_tail_samples,
     )
 
 

@@ -24,7 +24,7 @@ from ..format_spec import (
     TeachercacheError,
 )
 from ..format_spec.request import CacheRequest
-from .engines import Engine, load_engine
+from .engines import Engine, EngineDied, load_engine
 from .errors import CorruptBlob, LeaseLost, UnknownTeacher, UnsupportedTeacher
 from .meta import PLAN, CommittedShard, Failure, Lease, Meta, RequestRow, owner_of
 from .plan import cut, make_plan, num_tokens, read_range, token_ids
@@ -91,6 +91,12 @@ class Worker:
 
     def run(self) -> None:
         """Work, and return when idle for `idle_seconds` or stopped."""
+        try:
+            self._work()
+        finally:
+            self._unload()
+
+    def _work(self) -> None:
         idle_since = time.monotonic()
         while not self._stop.is_set():
             if self.step():
@@ -117,6 +123,10 @@ class Worker:
             self._meta.release(lease)
         except LeaseLost as error:
             _log.warning("%s", error)
+        except EngineDied as error:
+            _log.error("request %s: %s; it is loaded again", lease.request.id[:12], error)
+            self._unload()
+            self._meta.release(lease, f"{type(error).__name__}: {error}")
         except TeachercacheError as error:
             _log.error("request %s failed: %s", lease.request.id[:12], error)
             self._meta.fail(lease, Failure(error.code, str(error)))
@@ -169,7 +179,7 @@ class Worker:
         # the one of that name first: another that is broken need not be looked at
         for name in sorted(settings.teachers, key=lambda name: name != request.teacher_name):
             path = resolve_path(settings.teachers[name])
-            teacher = read_teacher(name, path, settings.engine, settings.dtype, self._meta.file_digest)
+            teacher = read_teacher(name, path, settings.choice, self._meta.file_digest)
             if teacher.digest == request.spec.teacher:
                 return teacher
         raise UnknownTeacher(
@@ -180,13 +190,20 @@ class Worker:
         """Return the engine with the teacher of a request, loading it unless it is the one that was used last."""
         if self._loaded is None or self._loaded[0].digest != lease.request.spec.teacher:
             # the old teacher leaves memory before the new one comes
-            self._loaded = None
+            self._unload()
             teacher = self._teacher(lease.request)
             self._meta.renew(lease, LOAD_S)
             _log.info("loading %s into %s", teacher.path, teacher.engine)
-            self._loaded = teacher, self._load(teacher.engine, teacher.path, dtype=teacher.dtype)
+            dtypes = {"dtype": teacher.dtype, "head_dtype": teacher.head_dtype}
+            engine = self._load(teacher.engine, teacher.path, **dtypes, **self._settings.choice.options())
+            self._loaded = teacher, engine
             self._meta.renew(lease, self._settings.lease_seconds)
         return self._loaded
+
+    def _unload(self) -> None:
+        if self._loaded is not None:
+            (_, engine), self._loaded = self._loaded, None
+            engine.close()
 
 
 def score_in_order(

@@ -67,6 +67,9 @@ class FakeEngine:
             self.scored.append(len(sequences[index]))
             yield index, fake_rows(sequences[index], k)
 
+    def close(self) -> None:
+        """Nothing was opened."""
+
 
 def fake_rows(ids: npt.NDArray[np.integer[Any]], k: int) -> Rows:
     """Return rows that hold the k ids from each token on."""

@@ -13,16 +13,17 @@ from tiny_server import MAX_LENGTH, VOCAB_SIZE, tiny_teacher
 
 from teachercache.format_spec import TokenizerError, digest_file
 from teachercache.format_spec.tokenizer_identity import tokenizer_digest
+from teachercache.service.engine_choice import DRAWS_TAIL_SAMPLES, HEAD_DTYPE, EngineChoice
 from teachercache.service.errors import UnknownTeacher, UnsupportedTeacher
 from teachercache.service.settings import Settings
-from teachercache.service.teachers import DRAWS_TAIL_SAMPLES, HEAD_DTYPE, Teacher, Teachers, read_teacher, resolve_path
+from teachercache.service.teachers import Teacher, Teachers, read_teacher, resolve_path
 
 __all__ = ["tiny_teacher"]
 
 
 def read(path: Path, dtype: str = "auto") -> Teacher:
     """Read a teacher without remembering digests."""
-    return read_teacher("t", path, "transformers", dtype, digest_file)
+    return read_teacher("t", path, EngineChoice(dtype=dtype), digest_file)
 
 
 @pytest.fixture
@@ -132,9 +133,9 @@ def test_a_hub_id_and_its_revision_are_fetched(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_is_promised_of_engines_is_what_they_do() -> None:
+    from teachercache.service.engine_choice import DTYPES as PROMISED
     from teachercache.service.engines import ENGINES
     from teachercache.service.engines.transformers import DTYPES, TransformersEngine
-    from teachercache.service.teachers import DTYPES as PROMISED
 
     assert set(ENGINES) == set(DRAWS_TAIL_SAMPLES) and set(PROMISED) == set(DTYPES)
     assert DRAWS_TAIL_SAMPLES["transformers"] is TransformersEngine.draws_tail_samples

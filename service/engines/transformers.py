@@ -50,10 +50,18 @@ class TransformersEngine:
     draws_tail_samples = True
 
     def __init__(
-        self, path: str | Path, *, dtype: str = "float32", device: str = "auto", max_batch_tokens: int | None = None
+        self,
+        path: str | Path,
+        *,
+        dtype: str = "float32",
+        head_dtype: str = "float32",
+        device: str = "auto",
+        max_batch_tokens: int | None = None,
     ) -> None:
         if dtype not in DTYPES:
             raise InvalidSetting(f"dtype {dtype!r} is not one of {list(DTYPES)}")
+        if head_dtype != "float32":
+            raise InvalidSetting(f"head_dtype {head_dtype!r} is not float32, what logits are computed in here")
         if max_batch_tokens is not None and max_batch_tokens < 1:
             raise InvalidSetting(f"max_batch_tokens {max_batch_tokens} is not a positive number")
         self._device = _device(device)

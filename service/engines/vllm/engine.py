@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -66,13 +67,16 @@ class VllmEngine:
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
         if dtype not in DTYPES or head_dtype not in {"float32", dtype}:
-            raise InvalidSetting(f"dtype {dtype!r} with a head of {head_dtype!r} is none of {list(DTYPES)} and float32 or the same")
+            raise InvalidSetting(
+                f"dtype {dtype!r} and head {head_dtype!r} are not one of {list(DTYPES)}, and float32 or it"
+            )
         if capture_path not in ("auto", *PATHS):
             raise InvalidSetting(f"capture_path {capture_path!r} is not one of {['auto', *PATHS]}")
         self._dtype, self._head_dtype, self._given = dtype, head_dtype, dict(engine_args or {})
         self._stall_seconds = stall_seconds
-        args = arguments(path, dtype=dtype, head_dtype=head_dtype, given=self._given)
-        set_environment()
+        self._on_gpu = torch.cuda.is_available()
+        args = arguments(path, dtype=dtype, head_dtype=head_dtype, given=self._given, on_gpu=self._on_gpu)
+        set_environment(on_gpu=self._on_gpu)
         keep_arrays()
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, name="vllm", daemon=True)
@@ -82,13 +86,14 @@ class VllmEngine:
         begin = time.monotonic()
         try:
             self._llm = self._run(self._start(args), START_SECONDS)
+            _log.info("vLLM %s has loaded %s in %.0f s", vllm.__version__, path, time.monotonic() - begin)
             self._read_config()
             self._runner = self._install()
             self._path = self._choose(capture_path)
         except BaseException:
             self.close()
             raise
-        _log.info("vLLM %s is ready after %.0f s: %s", vllm.__version__, time.monotonic() - begin, self._kernel())
+        _log.info("vLLM is ready after %.0f s: %s", time.monotonic() - begin, self._kernel())
 
     @property
     def draws_tail_samples(self) -> bool:
@@ -104,7 +109,7 @@ class VllmEngine:
             engine=self.name,
             dtype=self._dtype,
             head_dtype=self._head_dtype,
-            device="cuda" if torch.cuda.is_available() else "cpu",
+            device="cuda" if self._on_gpu else "cpu",
             kernel=self._kernel(),
             software={"torch": torch.__version__, "vllm": vllm.__version__},
         )
@@ -137,13 +142,21 @@ class VllmEngine:
 
     def close(self) -> None:
         """End vLLM's processes; does nothing twice."""
+        if self._loop.is_closed():
+            return
+        self._submit(self._end()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        """On the loop, as what is shut down has tasks there."""
         if self._llm is not None:
             self._llm.shutdown()
-            self._llm = None
-        if self._loop.is_running():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _start(self, args: dict[str, Any]) -> Any:
         """vLLM starts tasks of its own on the loop that it is made on."""
@@ -162,7 +175,7 @@ class VllmEngine:
         self._batched_tokens = int(config.scheduler_config.max_num_batched_tokens)
 
     def _install(self) -> str:
-        (runner, *_) = self._run(self._llm.collective_rpc("teachercache_install"))
+        (runner, *_) = self._run(self._llm.collective_rpc("teachercache_install", args=(os.getpid(),)))
         return str(runner)
 
     def _choose(self, capture_path: str) -> HookPath | FlatPath:
@@ -219,8 +232,8 @@ class VllmEngine:
         prompt = {"prompt_token_ids": path.prompt(ids)}
         output = None
         try:
-            async for output in self._llm.generate(prompt, path.params(ids, wanted), str(self._number)):
-                pass
+            async for answer in self._llm.generate(prompt, path.params(ids, wanted), str(self._number)):
+                output = answer
         except EngineDeadError as error:
             raise EngineDied(f"vLLM's engine ended: {error}") from error
         except ValueError as error:

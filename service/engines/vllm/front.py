@@ -96,9 +96,7 @@ class HookPath:
         packed = output.prompt_logprobs
         if not isinstance(packed, Packed):
             raise EngineError(f"vLLM answered with {type(packed).__name__}, not with the hook's arrays")
-        return unpack(
-            packed.ids, packed.floats, num_rows=len(ids) - 1, k=wanted.k, tail_samples=wanted.tail_samples
-        )
+        return unpack(packed.ids, packed.floats, num_rows=len(ids) - 1, k=wanted.k, tail_samples=wanted.tail_samples)
 
 
 class FlatPath:
@@ -142,7 +140,8 @@ def plain_rows(token_ids_PK: npt.NDArray[np.int32], logprobs_PK: npt.NDArray[np.
     Equal logprobs are put in the order of their ids; which ids of those equal to the last one are in, the engine chose.
     """
     order_PK = np.lexsort((token_ids_PK, -logprobs_PK), axis=1)
-    token_ids_PK, logprobs_PK = (np.take_along_axis(array, order_PK, 1) for array in (token_ids_PK, logprobs_PK))
+    token_ids_PK = np.take_along_axis(token_ids_PK, order_PK, 1)
+    logprobs_PK = np.take_along_axis(logprobs_PK, order_PK, 1)
     absent_P1 = ~np.isfinite(logprobs_PK[:, :1])
     cut_PK = np.isneginf(logprobs_PK)
     if min_prob > 0:

@@ -6,8 +6,13 @@ runners are served; `Capture` is what they share. Shapes: T tokens of a step, D 
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -55,7 +60,8 @@ class Asked:
         return cls(Settings(ask["k"], ask["tail_samples"], ask["min_prob"]), uniforms_P)
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Piece:
     """The positions of one prompt that a step computed: `count` from `begin`, in rows from `offset` of the step."""
 
     name: str
@@ -115,17 +121,19 @@ class Capture:
         return LogprobsTensors(*packed, selected_token_ranks=torch.empty(0, dtype=torch.int32))
 
 
-def _captured(
-    logits_BV: Tensor, uniforms_B: npt.NDArray[np.float64], settings: Settings
-) -> tuple[Tensor, Tensor]:
+def _captured(logits_BV: Tensor, uniforms_B: npt.NDArray[np.float64], settings: Settings) -> tuple[Tensor, Tensor]:
     return pack(capture_columns(logits_BV, uniforms_P=uniforms_B, **settings._asdict()))
 
 
 class CaptureExtension:
     """Mixed into vLLM's worker; the method is called once, by `collective_rpc`, when the model is loaded."""
 
-    def teachercache_install(self) -> str:
-        """Take over the prompt logprobs of requests that ask for rows; return which model runner there is."""
+    def teachercache_install(self, owner: int) -> str:
+        """Take over the prompt logprobs of requests that ask for rows; return which model runner there is.
+
+        vLLM's processes end when the process `owner`, which started them, does, also by SIGKILL.
+        """
+        end_with(owner)
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         if hasattr(runner, "_get_prompt_logprobs_dict"):
             V1Hook.install(runner)
@@ -134,6 +142,28 @@ class CaptureExtension:
         if runner.prompt_logprobs_worker is not None:
             runner.prompt_logprobs_worker = V2Hook(runner)
         return "v2"
+
+
+def end_with(owner: int) -> None:
+    """Watch the owner, a parent or its parent: vLLM's engine outlives it, and would keep its memory for ever."""
+    parent = os.getppid()
+    if owner not in (parent, _parent_of(parent)):
+        # on another machine
+        return
+    watched = os.pidfd_open(owner)
+    doomed = {parent, os.getpid()} - {owner}
+
+    def wait() -> None:
+        select.select([watched], [], [])
+        for pid in sorted(doomed, key=os.getpid().__eq__):
+            os.kill(pid, signal.SIGKILL)
+
+    Thread(target=wait, name="end_with", daemon=True).start()
+
+
+def _parent_of(pid: int) -> int:
+    # the name, in brackets, may hold anything
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 class V1Hook:
@@ -157,9 +187,7 @@ class V1Hook:
 
         runner._get_prompt_logprobs_dict = MethodType(replacement, runner)
 
-    def __call__(
-        self, hidden_TD: Tensor, num_scheduled_tokens: dict[str, int]
-    ) -> dict[str, LogprobsTensors | None]:
+    def __call__(self, hidden_TD: Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, LogprobsTensors | None]:
         """The method's arguments and result are vLLM's."""
         waiting = self._runner.num_prompt_logprobs
         pieces = list(self._pieces(waiting, num_scheduled_tokens))

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..errors import InvalidSetting
 
 EXTENSION = "teachercache.service.engines.vllm.hook.CaptureExtension"
@@ -21,6 +19,8 @@ HELD = {
     "dtype": "it is given by --dtype, and part of a request",
     "hf_overrides": "it would make another model of the teacher; the head's dtype is given by --head-dtype",
     "trust_remote_code": "a teacher's own code is not run",
+    "quantization": "it would make another model of the teacher; a quantised checkpoint says so itself",
+    "kv_cache_dtype": "rows would be less exact than their dtype says",
     "enable_prefix_caching": "rows would depend on which sequences came before",
     "speculative_config": "vLLM has given wrong logprobs with it",
     "enable_lora": "an adapter would make another model of the teacher",
@@ -53,8 +53,10 @@ def check_engine_args(given: Mapping[str, Any]) -> None:
             raise InvalidSetting(f"vLLM's {name} cannot be set: {HELD[name]}")
 
 
-def arguments(path: str | Path, *, dtype: str, head_dtype: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return vLLM's engine arguments for a teacher."""
+def arguments(
+    path: str | Path, *, dtype: str, head_dtype: str, given: Mapping[str, Any], on_gpu: bool
+) -> dict[str, Any]:
+    """Return vLLM's engine arguments for a teacher; raises InvalidSetting."""
     check_engine_args(given)
     held = {
         "model": str(path),
@@ -62,6 +64,8 @@ def arguments(path: str | Path, *, dtype: str, head_dtype: str, given: Mapping[s
         "dtype": dtype,
         "hf_overrides": {"head_dtype": head_dtype},
         "trust_remote_code": False,
+        "quantization": "it would make another model of the teacher; a quantised checkpoint says so itself",
+        "kv_cache_dtype": "rows would be less exact than their dtype says",
         "enable_prefix_caching": False,
         "logprobs_mode": "raw_logprobs",
         "max_logprobs": -1,
@@ -69,12 +73,12 @@ def arguments(path: str | Path, *, dtype: str, head_dtype: str, given: Mapping[s
         "generation_config": "vllm",
         "disable_log_stats": True,
     }
-    defaults = GPU_DEFAULTS if torch.cuda.is_available() else CPU_DEFAULTS
+    defaults = GPU_DEFAULTS if on_gpu else CPU_DEFAULTS
     return {**defaults, **given, **held}
 
 
-def set_environment() -> None:
+def set_environment(*, on_gpu: bool) -> None:
     """Set what vLLM reads from the environment, where the user has not; its worker processes inherit it."""
-    wanted = ENVIRONMENT if torch.cuda.is_available() else ENVIRONMENT | CPU_ENVIRONMENT
+    wanted = ENVIRONMENT if on_gpu else ENVIRONMENT | CPU_ENVIRONMENT
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
