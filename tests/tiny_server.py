@@ -111,7 +111,12 @@ class TinyServer:
         view: dict[str, Any] = self.http.get(f"/v1/requests/{request_id}").raise_for_status().json()
         return view
 
-    def wait(self, request_id: str, until: Callable[[dict[str, Any]], bool] | None = None) -> dict[str, Any]:
+    def wait(
+        self,
+        request_id: str,
+        until: Callable[[dict[str, Any]], bool] | None = None,
+        seconds: float = TIMEOUT_S,
+    ) -> dict[str, Any]:
         """Return the view of a request once it satisfies `until`, by default once it is complete or failed."""
         until = until or (lambda view: view["state"] in ("complete", "failed"))
 
@@ -119,7 +124,7 @@ class TinyServer:
             view = self.get(request_id)
             return view if until(view) else None
 
-        return wait_for(poll, self.log_text)
+        return wait_for(poll, self.log_text, seconds)
 
     def complete(self, data: str, **settings: Any) -> dict[str, Any]:
         """Submit a request and return its view once it is complete."""
@@ -159,11 +164,13 @@ def runs(pid: int) -> bool:
         return False
 
 
-def wait_for(poll: Callable[[], T | None], describe: Callable[[], str] = lambda: "") -> T:
+def wait_for(
+    poll: Callable[[], T | None], describe: Callable[[], str] = lambda: "", seconds: float = TIMEOUT_S
+) -> T:
     """Return the first value of `poll` that is not None."""
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + seconds
     while (value := poll()) is None:
-        assert time.monotonic() < deadline, f"waited for {TIMEOUT_S} s\n{describe()}"
+        assert time.monotonic() < deadline, f"waited for {seconds} s\n{describe()}"
         time.sleep(0.02)
     return value
 

@@ -35,17 +35,16 @@ class Columns(NamedTuple):
 
     def to_rows(self) -> Rows:
         """Bring them into memory."""
-        return Rows(
-            **{name: None if column is None else column.cpu().numpy() for name, column in self._asdict().items()}
-        )
+        arrays: list[Any] = [None if column is None else column.cpu().numpy() for column in self]
+        return Rows(*arrays)
 
     @classmethod
     def concatenate(cls, parts: Sequence[Columns]) -> Columns:
         """Return the columns of all parts, which are at least one and alike."""
         if len(parts) == 1:
             return parts[0]
-        columns = {name: [getattr(part, name) for part in parts] for name in cls._fields}
-        return cls(**{name: None if found[0] is None else torch.cat(found) for name, found in columns.items()})
+        tensors: list[Any] = [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
+        return cls(*tensors)
 
 
 def capture(logits_PV: Tensor, **how: Any) -> Rows:

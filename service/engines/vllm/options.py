@@ -64,8 +64,6 @@ def arguments(
         "dtype": dtype,
         "hf_overrides": {"head_dtype": head_dtype},
         "trust_remote_code": False,
-        "quantization": "it would make another model of the teacher; a quantised checkpoint says so itself",
-        "kv_cache_dtype": "rows would be less exact than their dtype says",
         "enable_prefix_caching": False,
         "logprobs_mode": "raw_logprobs",
         "max_logprobs": -1,
