@@ -14,11 +14,12 @@ unexport PYTHONDONTWRITEBYTECODE
 
 bin := .venv/bin
 
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test test-vllm check bench clean
 
 help:
 	@echo 'make demo    the first evening: a real teacher, its cache, a student that learns from it'
-	@echo 'make test    the tests'
+	@echo 'make test    the tests; those that need vLLM too, where make test-vllm has run before'
+	@echo 'make test-vllm  makes .venv-vllm, vLLM for a CPU (2.4 GB, Linux on x86_64), and runs the tests that need it'
 	@echo 'make check   format, lint, types, import arrows, then the tests'
 	@echo 'make bench   every script in benchmarks/, or one with BENCH=NAME'
 	@echo 'make clean   removes .venv and what the tools left behind'
@@ -31,6 +32,11 @@ demo: setup
 
 test: setup
 	@$(bin)/python -m pytest $(PYTEST_ARGS)
+	@[ ! -e .venv-vllm/stamp ] || $(MAKE) test-vllm
+
+test-vllm: setup
+	@sh scripts/setup_vllm.sh
+	@.venv-vllm/bin/python -m pytest -m vllm $(PYTEST_ARGS)
 
 check: setup
 	$(bin)/ruff format --check .
@@ -45,5 +51,5 @@ bench: setup
 	done
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

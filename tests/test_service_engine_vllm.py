@@ -142,10 +142,12 @@ def test_taking_no_more_ends_what_is_under_way(engine: Any, sequences: list[Ids]
 
 
 def test_vllm_gets_no_more_than_it_works_on_soon(engine: Any, sequences: list[Ids]) -> None:
+    from teachercache.service.engines.vllm.engine import STEPS_IN_FLIGHT
+
     scoring = engine.score([sequences[3]] * 40, **ASKED)
     next(scoring)
     waiting = engine._llm.output_processor.get_num_unfinished_requests()
-    assert waiting * len(sequences[3]) <= 3 * ARGS["max_num_batched_tokens"]
+    assert waiting * len(sequences[3]) <= STEPS_IN_FLIGHT * ARGS["max_num_batched_tokens"]
     scoring.close()
 
 

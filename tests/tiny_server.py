@@ -164,9 +164,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-def wait_for(
-    poll: Callable[[], T | None], describe: Callable[[], str] = lambda: "", seconds: float = TIMEOUT_S
-) -> T:
+def wait_for(poll: Callable[[], T | None], describe: Callable[[], str] = lambda: "", seconds: float = TIMEOUT_S) -> T:
     """Return the first value of `poll` that is not None."""
     deadline = time.monotonic() + seconds
     while (value := poll()) is None:

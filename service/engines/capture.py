@@ -6,8 +6,9 @@ H = min(K + 1, V): the support's values and the largest value off it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,40 +16,25 @@ import torch
 from torch import Tensor
 
 from ...format_spec import PAD_ID, Rows
+from .capture_columns import Columns
 
 # a CPU is fastest while a block stays in its caches, a GPU while there are few launches
 CPU_BLOCK_BYTES_PER_THREAD = 2 * 2**20
 GPU_BLOCK_BYTES = 2**30
 # exp of it is exactly 0 in float64 and, unlike that of -inf, 0 times it is 0
 _WEIGHTLESS = -800.0
+# above it a kernel would read most of the vocabulary again
+MAX_KERNEL_K = 512
 
 
-class Columns(NamedTuple):
-    """The columns of `Rows` as tensors, where the logits are: ids int32, the rest float32."""
-
-    token_ids_PK: Tensor
-    logprobs_PK: Tensor
-    log_tail_mass_P: Tensor
-    logsumexp_P: Tensor
-    entropy_P: Tensor
-    tail_token_ids_PN: Tensor | None
-
-    def to_rows(self) -> Rows:
-        """Bring them into memory."""
-        arrays: list[Any] = [None if column is None else column.cpu().numpy() for column in self]
-        return Rows(*arrays)
-
-    @classmethod
-    def concatenate(cls, parts: Sequence[Columns]) -> Columns:
-        """Return the columns of all parts, which are at least one and alike."""
-        if len(parts) == 1:
-            return parts[0]
-        tensors: list[Any] = [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
-        return cls(*tensors)
+@cache
+def has_triton() -> bool:
+    """Whether kernels can be compiled here."""
+    return find_spec("triton") is not None
 
 
 def capture(logits_PV: Tensor, **how: Any) -> Rows:
-    """Return the rows of raw logits; see `capture_columns`."""
+    """Return the rows of raw logits, in memory; see `capture_columns`."""
     return capture_columns(logits_PV, **how).to_rows()
 
 
@@ -67,6 +53,10 @@ def capture_columns(
     tail, which is drawn from after that. Entries of -inf enter neither the support nor the draws. A position with
     NaN, +inf or nothing but -inf becomes an absent row. `block_bytes` bounds each float64 temporary.
     """
+    if logits_PV.is_cuda and has_triton() and k <= MAX_KERNEL_K:
+        from .capture_kernel import columns_of
+
+        return columns_of(logits_PV, k=k, tail_samples=tail_samples, uniforms_P=uniforms_P, min_prob=min_prob)
     if block_bytes is None:
         block_bytes = GPU_BLOCK_BYTES if logits_PV.is_cuda else CPU_BLOCK_BYTES_PER_THREAD * torch.get_num_threads()
     size = max(1, block_bytes // (8 * logits_PV.shape[1]))

@@ -30,13 +30,15 @@ from .options import arguments, set_environment
 DTYPES = ("float32", "bfloat16", "float16")
 PATHS = {"hook": HookPath, "flat": FlatPath}
 # as many tokens are with vLLM as it works on in so many steps
-STEPS_IN_FLIGHT = 3
+STEPS_IN_FLIGHT = 6
 # a start loads weights and compiles; a sequence waits for those before it
 START_SECONDS, STALL_SECONDS = 3600.0, 600.0
 PROBE_TOKENS = 24
 PROBE_K = 8
 # the two paths differ by float32 sums in another order
 TOLERANCE = 1e-3
+# where one of them rounds logits to 16 bits
+ROUNDED_TOLERANCE = 0.2
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -88,7 +90,7 @@ class VllmEngine:
             self._llm = self._run(self._start(args), START_SECONDS)
             _log.info("vLLM %s has loaded %s in %.0f s", vllm.__version__, path, time.monotonic() - begin)
             self._read_config()
-            self._runner = self._install()
+            self._found = self._install()
             self._path = self._choose(capture_path)
         except BaseException:
             self.close()
@@ -174,33 +176,49 @@ class VllmEngine:
         self.max_length = int(config.model_config.max_model_len)
         self._batched_tokens = int(config.scheduler_config.max_num_batched_tokens)
 
-    def _install(self) -> str:
-        (runner, *_) = self._run(self._llm.collective_rpc("teachercache_install", args=(os.getpid(),)))
-        return str(runner)
+    def _install(self) -> dict[str, Any]:
+        """Return what the worker that answers says of itself."""
+        given = os.getpid(), self._head_dtype
+        try:
+            found: list[dict[str, Any]] = self._run(self._llm.collective_rpc("teachercache_install", args=given))
+        except Exception as error:
+            if isinstance(error, EngineDied):
+                raise
+            raise UnsupportedTeacher(f"vLLM's worker takes no hook: {str(error).strip()[:500]}") from error
+        return found[-1]
 
     def _choose(self, capture_path: str) -> HookPath | FlatPath:
         """Return the path to take, after both have scored the same."""
         if capture_path == "flat":
-            return FlatPath()
+            return self._flat()
         ids = np.arange(min(PROBE_TOKENS, self.max_length), dtype=np.int32) * 7 % self.vocab_size
         wanted = Wanted(min(PROBE_K, self.vocab_size), 0, 0, 0.0)
         try:
             hook, flat = (self._run(self._one(path, ids, wanted)) for path in (HookPath(), FlatPath()))
             worst = float(np.abs(hook.logprobs_PK - flat.logprobs_PK).max())
-            if not worst <= TOLERANCE:
+            if not worst <= (ROUNDED_TOLERANCE if self._found["own_head"] else TOLERANCE):
                 raise EngineError(f"its logprobs differ by {worst:.2g} from those of vLLM's public API")
         except EngineError as error:
             if capture_path == "hook":
                 raise
             _log.warning("vLLM runs without our hook, rows are plain top-k and slower: %s", error)
-            return FlatPath()
+            return self._flat()
         return HookPath()
+
+    def _flat(self) -> FlatPath:
+        if self._found["own_head"]:
+            raise UnsupportedTeacher(
+                f"vLLM {vllm.__version__} computes this teacher's logits in {self._found['logits']}, and path flat has "
+                f"no others: ask for --head-dtype auto"
+            )
+        return FlatPath()
 
     def _kernel(self) -> str:
         config = self._llm.vllm_config
         facts = {
             "path": self._path.name,
-            "runner": self._runner,
+            "runner": self._found["runner"],
+            "head": "ours" if self._found["own_head"] else "vllm",
             "batched": self._batched_tokens,
             "quantization": config.model_config.quantization or "none",
             **{name: self._given[name] for name in sorted(self._given)},

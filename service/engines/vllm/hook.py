@@ -20,14 +20,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.v1.outputs import LogprobsTensors
 
 from ....format_spec import tail_uniforms
 from ..capture import capture_columns
+from .head import float32_head, logits_dtype
 from .packing import pack, pack_failure
 
-LOGITS_BYTES = 512 * 2**20
+# for logits at a time; a GPU works best on many positions
+LOGITS_BYTES = {"cpu": 2**28, "cuda": 2**30}
 ASK = "teachercache"
 
 LogitsOf = Callable[[Tensor], Tensor]
@@ -75,19 +77,20 @@ class Piece:
 class Capture:
     """Turns the hidden states of a step into rows, a bounded block of logits at a time."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self._block = max(1, LOGITS_BYTES // (4 * vocab_size))
+    def __init__(self, runner: Any, logits_of: LogitsOf) -> None:
+        self._block = max(1, LOGITS_BYTES[runner.device.type] // (4 * runner.model_config.get_vocab_size()))
+        self._logits_of = logits_of
         # every rank has all logits, and only the first one's answer is read
         self._answers = get_tensor_model_parallel_rank() == 0
 
-    def step(self, pieces: Iterable[Piece], hidden_TD: Tensor, logits_of: LogitsOf) -> dict[str, LogprobsTensors]:
+    def step(self, pieces: Iterable[Piece], hidden_TD: Tensor) -> dict[str, LogprobsTensors]:
         """Add a step's rows to the requests; return those that are complete."""
         pieces = list(pieces)
         for settings in {piece.asked.settings for piece in pieces}:
-            self._rows([piece for piece in pieces if piece.asked.settings == settings], hidden_TD, logits_of)
+            self._rows([piece for piece in pieces if piece.asked.settings == settings], hidden_TD)
         return {piece.name: self._finished(piece.asked) for piece in pieces if piece.is_last}
 
-    def _rows(self, pieces: list[Piece], hidden_TD: Tensor, logits_of: LogitsOf) -> None:
+    def _rows(self, pieces: list[Piece], hidden_TD: Tensor) -> None:
         """The rows of pieces that ask for the same."""
         ranges = [np.arange(piece.offset, piece.offset + piece.count) for piece in pieces]
         places_P = torch.from_numpy(np.concatenate(ranges)).to(hidden_TD.device, non_blocking=True)
@@ -96,7 +99,7 @@ class Capture:
         blocks, error = [], None
         for places_B, done in zip(places_P.split(self._block), range(0, len(uniforms_P), self._block), strict=True):
             # every rank has a part in this, whatever becomes of the rows
-            logits_BV = logits_of(hidden_TD[places_B])
+            logits_BV = self._logits_of(hidden_TD[places_B])
             if not self._answers or error:
                 continue
             try:
@@ -128,20 +131,27 @@ def _captured(logits_BV: Tensor, uniforms_B: npt.NDArray[np.float64], settings: 
 class CaptureExtension:
     """Mixed into vLLM's worker; the method is called once, by `collective_rpc`, when the model is loaded."""
 
-    def teachercache_install(self, owner: int) -> str:
-        """Take over the prompt logprobs of requests that ask for rows; return which model runner there is.
+    def teachercache_install(self, owner: int, head_dtype: str) -> dict[str, Any]:
+        """Take over the prompt logprobs of requests that ask for rows, with logits of this dtype.
 
-        vLLM's processes end when the process `owner`, which started them, does, also by SIGKILL.
+        vLLM's processes end when the process `owner`, which started them, does, also by SIGKILL. What is returned
+        says which model runner there is, the dtype of vLLM's own logits, and whether ours are vLLM's.
         """
         end_with(owner)
         runner: Any = self.model_runner  # type: ignore[attr-defined]
-        if hasattr(runner, "_get_prompt_logprobs_dict"):
-            V1Hook.install(runner)
-            return "v1"
-        # only the last stage of a pipeline has one
-        if runner.prompt_logprobs_worker is not None:
-            runner.prompt_logprobs_worker = V2Hook(runner)
-        return "v2"
+        is_first = hasattr(runner, "_get_prompt_logprobs_dict")
+        found = {"runner": "v1" if is_first else "v2", "logits": head_dtype, "own_head": False}
+        # of a pipeline, only the last stage has logits
+        if not get_pp_group().is_last_rank:
+            return found
+        found["logits"] = logits_dtype(runner)
+        found["own_head"] = found["logits"] != head_dtype
+        logits_of = float32_head(runner.model) if found["own_head"] else runner.model.compute_logits
+        if is_first:
+            V1Hook.install(runner, logits_of)
+        else:
+            runner.prompt_logprobs_worker = V2Hook(runner, logits_of)
+        return found
 
 
 def end_with(owner: int) -> None:
@@ -169,16 +179,16 @@ def _parent_of(pid: int) -> int:
 class V1Hook:
     """On vLLM's first model runner, which a CPU has."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, logits_of: LogitsOf) -> None:
         self._runner = runner
         self._own = runner._get_prompt_logprobs_dict
-        self._capture = Capture(runner.model_config.get_vocab_size())
+        self._capture = Capture(runner, logits_of)
         self._asked: dict[str, Asked] = {}
 
     @classmethod
-    def install(cls, runner: Any) -> None:
+    def install(cls, runner: Any, logits_of: LogitsOf) -> None:
         """Replace the runner's method."""
-        hook = cls(runner)
+        hook = cls(runner, logits_of)
 
         def replacement(
             runner: Any, hidden_states: Tensor, num_scheduled_tokens: dict[str, int]
@@ -191,7 +201,7 @@ class V1Hook:
         """The method's arguments and result are vLLM's."""
         waiting = self._runner.num_prompt_logprobs
         pieces = list(self._pieces(waiting, num_scheduled_tokens))
-        finished = self._capture.step(pieces, hidden_TD, self._runner.model.compute_logits)
+        finished = self._capture.step(pieces, hidden_TD)
         on_cpu = {
             name: rows._replace(logprob_token_ids=rows.logprob_token_ids.cpu(), logprobs=rows.logprobs.cpu())
             for name, rows in finished.items()
@@ -229,9 +239,9 @@ class V1Hook:
 class V2Hook:
     """On vLLM's second model runner, which a GPU has: stands in the place of its `PromptLogprobsWorker`."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, logits_of: LogitsOf) -> None:
         self._own = runner.prompt_logprobs_worker
-        self._capture = Capture(runner.model_config.get_vocab_size())
+        self._capture = Capture(runner, logits_of)
         self._params: dict[str, Any] = {}
         self._asked: dict[str, Asked] = {}
 
@@ -267,7 +277,7 @@ class V2Hook:
         given = logits_fn, hidden_states, input_batch, all_token_ids, num_computed_tokens, prompt_lens
         finished: dict[str, LogprobsTensors] = self._own.compute_prompt_logprobs(*given)
         pieces = list(self._pieces(input_batch, prompt_lens))
-        return finished | self._capture.step(pieces, hidden_states, logits_fn)
+        return finished | self._capture.step(pieces, hidden_states)
 
     def _pieces(self, batch: Any, prompt_lens: npt.NDArray[Any]) -> Iterator[Piece]:
         for row, name in enumerate(batch.req_ids):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ....format_spec import Rows
-from ..capture import Columns
+from ..capture_columns import Columns
 from ..errors import EngineError
 
 # log tail mass, logsumexp, entropy
