@@ -52,6 +52,18 @@ def _block(z_RB):
 
 
 @triton.jit
+def _gather(logits_ptr, blocks_ptr, out_ptr, V, S, stride, B: tl.constexpr, G: tl.constexpr):
+    """Copy blocks side by side, -inf beyond the vocabulary."""
+    row = tl.program_id(0).to(tl.int64)
+    number_G = tl.program_id(1) * G + tl.arange(0, G)
+    lanes_B = tl.arange(0, B)[None, :]
+    blocks_G = tl.load(blocks_ptr + row * S + number_G, mask=number_G < S, other=V)
+    ids_GB = blocks_G[:, None] * B + lanes_B
+    z_GB = tl.load(logits_ptr + row * stride + ids_GB, mask=ids_GB < V, other=float("-inf"))
+    tl.store(out_ptr + (row * S + number_G[:, None]) * B + lanes_B, z_GB, mask=number_G[:, None] < S)
+
+
+@triton.jit
 def _select(
     logits_ptr, blocks_ptr, kth_ptr, room_ptr, ids_ptr, values_ptr, top_ptr, sum_ptr, cross_ptr,
     V, X, K, S, stride, B: tl.constexpr, G: tl.constexpr,
@@ -169,8 +181,12 @@ def columns_of(
 def _support(logits_PV: Tensor, top_PX: Tensor, sum_PX: Tensor, cross_PX: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return ids and values of the top k in their order, and take them out of the blocks."""
     (positions, vocab), blocks = logits_PV.shape, top_PX.shape[1]
-    selected_PS = _first_blocks(top_PX, min(k, blocks)).sort(1).values
-    candidates_PC = _gather(logits_PV, selected_PS)
+    selected_PS = _first_blocks(top_PX, min(k, blocks)).int().sort(1).values
+    count = selected_PS.shape[1]
+    candidates_PC = logits_PV.new_empty(positions, count * BLOCK)
+    if positions:
+        grid = (positions, triton.cdiv(count, AGAIN))
+        _gather[grid](logits_PV, selected_PS, candidates_PC, vocab, count, logits_PV.stride(0), B=BLOCK, G=AGAIN)
     top_PK = candidates_PC.topk(k, 1).values.float()
     kth_P1 = top_PK[:, -1:].contiguous()
     room_P1 = k - (top_PK > kth_P1).sum(1, keepdim=True, dtype=torch.int32)
@@ -178,8 +194,8 @@ def _support(logits_PV: Tensor, top_PX: Tensor, sum_PX: Tensor, cross_PX: Tensor
     values_PK = torch.full((positions, k), -torch.inf, device=logits_PV.device)
     if positions:
         _select[(positions,)](
-            logits_PV, selected_PS.int(), kth_P1, room_P1, ids_PK, values_PK, top_PX, sum_PX, cross_PX,
-            vocab, blocks, k, selected_PS.shape[1], logits_PV.stride(0), B=BLOCK, G=AGAIN,
+            logits_PV, selected_PS, kth_P1, room_P1, ids_PK, values_PK, top_PX, sum_PX, cross_PX,
+            vocab, blocks, k, count, logits_PV.stride(0), B=BLOCK, G=AGAIN,
         )  # fmt: skip
     values_PK, order_PK = values_PK.sort(dim=1, descending=True, stable=True)
     return ids_PK.gather(1, order_PK), values_PK
@@ -192,15 +208,6 @@ def _first_blocks(top_PX: Tensor, count: int) -> Tensor:
     keys_PX = torch.where(bits_PX < 0, -(bits_PX & 0x7FFFFFFF), bits_PX) * 2**20
     keys_PX -= torch.arange(top_PX.shape[1], device=top_PX.device)
     return keys_PX.topk(count, 1, sorted=False).indices
-
-
-def _gather(logits_PV: Tensor, blocks_PS: Tensor) -> Tensor:
-    """Return the logits of these blocks, -inf beyond the vocabulary."""
-    vocab = logits_PV.shape[1]
-    ids_PSB = blocks_PS[:, :, None] * BLOCK + torch.arange(BLOCK, device=logits_PV.device)
-    ids_PC = ids_PSB.flatten(1)
-    candidates_PC = logits_PV.gather(1, ids_PC.clamp(max=vocab - 1))
-    return candidates_PC.masked_fill_(ids_PC >= vocab, -torch.inf)
 
 
 def _draws(

@@ -28,8 +28,9 @@ from ..capture import capture_columns
 from .head import float32_head, logits_dtype
 from .packing import pack, pack_failure
 
-# for logits at a time; a GPU works best on many positions
-LOGITS_BYTES = {"cpu": 2**28, "cuda": 2**30}
+# of memory, for logits at a time: a GPU works best on many positions
+CPU_LOGITS_BYTES = 2**28
+GPU_LOGITS_SHARE = 1 / 32
 ASK = "teachercache"
 
 LogitsOf = Callable[[Tensor], Tensor]
@@ -78,7 +79,7 @@ class Capture:
     """Turns the hidden states of a step into rows, a bounded block of logits at a time."""
 
     def __init__(self, runner: Any, logits_of: LogitsOf) -> None:
-        self._block = max(1, LOGITS_BYTES[runner.device.type] // (4 * runner.model_config.get_vocab_size()))
+        self._block = max(1, logits_bytes(runner.device) // (4 * runner.model_config.get_vocab_size()))
         self._logits_of = logits_of
         # every rank has all logits, and only the first one's answer is read
         self._answers = get_tensor_model_parallel_rank() == 0
@@ -122,6 +123,13 @@ class Capture:
             ids, floats = zip(*asked.parts, strict=True)
             packed = (torch.cat(ids), torch.cat(floats)) if len(ids) > 1 else (ids[0], floats[0])
         return LogprobsTensors(*packed, selected_token_ranks=torch.empty(0, dtype=torch.int32))
+
+
+def logits_bytes(device: torch.device) -> int:
+    """Return what logits may take on a device, beside what vLLM has taken."""
+    if device.type != "cuda":
+        return CPU_LOGITS_BYTES
+    return int(torch.cuda.get_device_properties(device).total_memory * GPU_LOGITS_SHARE)
 
 
 def _captured(logits_BV: Tensor, uniforms_B: npt.NDArray[np.float64], settings: Settings) -> tuple[Tensor, Tensor]:
