@@ -62,7 +62,10 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
         help="a teacher to serve, a folder or hub id; may be repeated",
     )
     parser.add_argument("--data-dir", help="where everything is kept ($XDG_DATA_HOME/teachercache)")
-    parser.add_argument("--engine", help="what runs the teachers: transformers or vllm (transformers)")
+    parser.add_argument(
+        "--engine",
+        help="what runs the teachers: transformers, vllm or openai, a vLLM server that runs already (transformers)",
+    )
     parser.add_argument("--dtype", help="float32, bfloat16, float16 or auto, what the teacher's config says (auto)")
     parser.add_argument(
         "--head-dtype", help="vllm: dtype of the logits, float32 or auto, the same as --dtype (float32)"
@@ -72,7 +75,7 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
         help="vllm: hook, flat (plain top-k by its public API) or auto, hook where it gives what flat gives (auto)",
     )
     parser.add_argument(
-        "--engine-arg", action="append", metavar="NAME=VALUE", help="vllm: a setting of vLLM's own; may be repeated"
+        "--engine-arg", action="append", metavar="NAME=VALUE", help="a setting of the engine's own; may be repeated"
     )
     parser.add_argument("--free-space-reserve", type=int, metavar="BYTES", help="disk space never used (1 GiB)")
     parser.add_argument("--idle-seconds", type=float, help="idle time after which the worker frees memory (300)")

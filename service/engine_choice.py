@@ -13,7 +13,13 @@ from .errors import InvalidSettings
 
 DTYPES = ("float32", "bfloat16", "float16")
 # whether an engine draws tail samples; a test compares it with the engines
-DRAWS_TAIL_SAMPLES = {"transformers": True, "vllm": True}
+DRAWS_TAIL_SAMPLES = {"transformers": True, "vllm": True, "openai": False}
+# an engine's settings of its own; None where they are vLLM's
+OWN_ARGS: dict[str, tuple[str, ...] | None] = {
+    "transformers": (),
+    "vllm": None,
+    "openai": ("base_url", "model", "concurrency"),
+}
 HEAD_DTYPE = "float32"
 CAPTURE_PATHS = (AUTO, "hook", "flat")
 
@@ -23,7 +29,7 @@ class EngineChoice:
     """An engine and its settings, for every teacher of a server.
 
     `dtype` "auto" is what a teacher's config states, `head_dtype` "auto" the same as `dtype`. `engine_args` are
-    vLLM's own settings; `capture_path` says how rows come out of vLLM (`VllmEngine`).
+    the engine's own settings, with vllm those of vLLM; `capture_path` says how rows come out of vLLM (`VllmEngine`).
 
     Raises:
         InvalidSettings: unknown names, or settings that go with another engine.
@@ -45,20 +51,30 @@ class EngineChoice:
             if getattr(self, name) not in known:
                 raise InvalidSettings(f"unknown {name} {getattr(self, name)!r}; known: {known}")
         if self.engine != "vllm":
-            for name, default in (("head_dtype", HEAD_DTYPE), ("capture_path", AUTO), ("engine_args", {})):
+            for name, default in (("head_dtype", HEAD_DTYPE), ("capture_path", AUTO)):
                 if getattr(self, name) != default:
                     raise InvalidSettings(f"{name} is a setting of engine 'vllm', and the engine is {self.engine!r}")
-        check_engine_args(self.engine_args)
+        own = OWN_ARGS[self.engine]
+        if own is None:
+            check_engine_args(self.engine_args)
+        elif unknown := sorted(set(self.engine_args) - set(own)):
+            raise InvalidSettings(f"engine {self.engine!r} has no setting {unknown[0]!r}; it has {list(own)}")
 
     @property
     def draws_tail_samples(self) -> bool:
         """Whether rows can have tail samples."""
         return DRAWS_TAIL_SAMPLES[self.engine] and self.capture_path != "flat"
 
+    def head_dtype_of(self, dtype: str) -> str:
+        """Return the dtype of the logits of a model that runs in `dtype`."""
+        if self.engine == "openai":
+            return "unknown"
+        return dtype if self.head_dtype == AUTO else self.head_dtype
+
     def options(self) -> dict[str, Any]:
         """Return what the engine's class is given beside path and dtypes."""
         if self.engine != "vllm":
-            return {}
+            return dict(self.engine_args)
         return {"capture_path": self.capture_path, "engine_args": dict(self.engine_args)}
 
 

@@ -120,14 +120,17 @@ def resolve_path(path: str) -> Path:
         raise UnknownTeacher(f"{path} is not a folder here, and the hub does not give it: {reason}") from error
 
 
-def read_teacher(name: str, path: Path, choice: EngineChoice, digest_of: DigestOf) -> Teacher:
-    """Return the teacher in a Hugging Face folder, as the chosen engine runs it.
+@dataclass(frozen=True, slots=True)
+class TeacherConfig:
+    """What a teacher's config.json says of it."""
 
-    `digest_of` gives the digest of a file, and may remember it.
+    vocab_size: int
+    max_length: int
+    stated_dtypes: tuple[object, ...]
 
-    Raises:
-        UnsupportedTeacher: files are missing or damaged, or it would need pickled weights or code of its own.
-    """
+
+def read_config(path: Path) -> TeacherConfig:
+    """Read the config of a Hugging Face folder; raises UnsupportedTeacher."""
     config = _read_json(path / "config.json")
     if "auto_map" in config:
         raise UnsupportedTeacher(f"{path} brings code of its own (auto_map), which is not run")
@@ -137,6 +140,19 @@ def read_teacher(name: str, path: Path, choice: EngineChoice, digest_of: DigestO
     for what, value in (("vocab_size", vocab_size), ("max_position_embeddings", max_length)):
         if not isinstance(value, int) or value < 1:
             raise UnsupportedTeacher(f"{path / 'config.json'} has {what} {value!r}, not a positive integer")
+    stated = tuple(part.get("dtype") or part.get("torch_dtype") for part in (text_config, config))
+    return TeacherConfig(vocab_size, max_length, stated)
+
+
+def read_teacher(name: str, path: Path, choice: EngineChoice, digest_of: DigestOf) -> Teacher:
+    """Return the teacher in a Hugging Face folder, as the chosen engine runs it.
+
+    `digest_of` gives the digest of a file, and may remember it.
+
+    Raises:
+        UnsupportedTeacher: files are missing or damaged, or it would need pickled weights or code of its own.
+    """
+    config = read_config(path)
     try:
         tokenizer = tokenizer_digest(path)
     except FormatError as error:
@@ -145,17 +161,19 @@ def read_teacher(name: str, path: Path, choice: EngineChoice, digest_of: DigestO
     files += [file for file in (*TOKENIZER_FILES, *TEMPLATE_FILES) if (path / file).is_file()]
     # file names as values: a name need not be ASCII, as keys of canonical JSON are
     parts = [[file, digest_of(path / file)] for file in sorted(files)]
-    dtype = _dtype(choice.dtype, text_config, config)
+    dtype = _dtype(choice.dtype, *config.stated_dtypes)
     return Teacher(
         name=name,
         path=path,
         digest=digest_bytes(canonical_json(parts)),
         tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        max_length=min(max_length, choice.engine_args.get("max_model_len") or max_length, MAX_SHARD_POSITIONS),
+        vocab_size=config.vocab_size,
+        max_length=min(
+            config.max_length, choice.engine_args.get("max_model_len") or config.max_length, MAX_SHARD_POSITIONS
+        ),
         engine=choice.engine,
         dtype=dtype,
-        head_dtype=dtype if choice.head_dtype == AUTO else choice.head_dtype,
+        head_dtype=choice.head_dtype_of(dtype),
         draws_tail_samples=choice.draws_tail_samples,
     )
 
@@ -175,9 +193,8 @@ def _weights(path: Path) -> list[str]:
     return files
 
 
-def _dtype(dtype: str, *configs: dict[str, Any]) -> str:
+def _dtype(dtype: str, *stated: object) -> str:
     if dtype == AUTO:
-        stated = [config.get("dtype") or config.get("torch_dtype") for config in configs]
         dtype = next((str(value) for value in stated if value), "float32")
     if dtype not in DTYPES:
         raise UnsupportedTeacher(f"dtype {dtype!r} is not one of {list(DTYPES)}; set one with --dtype")

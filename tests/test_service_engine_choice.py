@@ -36,6 +36,8 @@ def test_values_are_json_or_text() -> None:
         {"engine": "vllm", "capture_path": "x"},
         {"engine": "transformers", "head_dtype": "auto"},
         {"engine": "transformers", "engine_args": {"max_model_len": 1}},
+        {"engine": "openai", "engine_args": {"api_key": "x"}},
+        {"engine": "openai", "head_dtype": "auto"},
     ],
 )
 def test_settings_that_no_engine_has_are_refused(settings: dict[str, object]) -> None:

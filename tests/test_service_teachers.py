@@ -135,10 +135,12 @@ def test_a_hub_id_and_its_revision_are_fetched(tmp_path: Path, monkeypatch: pyte
 def test_what_is_promised_of_engines_is_what_they_do() -> None:
     from teachercache.service.engine_choice import DTYPES as PROMISED
     from teachercache.service.engines import ENGINES
+    from teachercache.service.engines.openai import OpenAIEngine
     from teachercache.service.engines.transformers import DTYPES, TransformersEngine
 
     assert set(ENGINES) == set(DRAWS_TAIL_SAMPLES) and set(PROMISED) == set(DTYPES)
     assert DRAWS_TAIL_SAMPLES["transformers"] is TransformersEngine.draws_tail_samples
+    assert DRAWS_TAIL_SAMPLES["openai"] is OpenAIEngine.draws_tail_samples
     assert HEAD_DTYPE == "float32"
 
 

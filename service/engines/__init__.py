@@ -15,7 +15,11 @@ from ..errors import MissingExtra
 from .errors import EngineDied, EngineError, InvalidSetting, UnknownEngine, UnscorableSequence, UntokenizableExample
 
 # an engine's name, which is that of the extra that installs what it runs on: its module here, and its class
-ENGINES = {"transformers": (".transformers", "TransformersEngine"), "vllm": (".vllm.engine", "VllmEngine")}
+ENGINES = {
+    "transformers": (".transformers", "TransformersEngine"),
+    "vllm": (".vllm.engine", "VllmEngine"),
+    "openai": (".openai", "OpenAIEngine"),
+}
 
 
 class Engine(Protocol):

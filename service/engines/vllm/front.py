@@ -14,8 +14,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import output_processor
 from vllm.v1.engine.logprobs import LogprobsProcessor
 
-from ....format_spec import PAD_ID, Rows, content_key
+from ....format_spec import Rows, content_key
 from ..errors import EngineError
+from ..plain_rows import plain_rows
 from .hook import ASK
 from .packing import unpack
 
@@ -132,26 +133,3 @@ class FlatPath:
             raise EngineError(f"vLLM gave {token_ids.size} logprobs for {shape[0]} rows of the token and {wanted.k}")
         token_ids_PK, logprobs_PK = token_ids.reshape(shape)[:, 1:], logprobs.reshape(shape)[:, 1:]
         return plain_rows(token_ids_PK, logprobs_PK, wanted.min_prob)
-
-
-def plain_rows(token_ids_PK: npt.NDArray[np.int32], logprobs_PK: npt.NDArray[np.float32], min_prob: float) -> Rows:
-    """Return rows of top-k logprobs alone, whose tail is what they leave of 1: right to some 1e-7 of the whole.
-
-    Equal logprobs are put in the order of their ids; which ids of those equal to the last one are in, the engine chose.
-    """
-    order_PK = np.lexsort((token_ids_PK, -logprobs_PK), axis=1)
-    token_ids_PK = np.take_along_axis(token_ids_PK, order_PK, 1)
-    logprobs_PK = np.take_along_axis(logprobs_PK, order_PK, 1)
-    absent_P1 = ~np.isfinite(logprobs_PK[:, :1])
-    cut_PK = np.isneginf(logprobs_PK)
-    if min_prob > 0:
-        cut_PK |= np.exp(logprobs_PK.astype(np.float64)) < min_prob
-        cut_PK[:, 0] = False
-    cut_PK |= absent_P1
-    token_ids_PK = np.where(cut_PK, np.int32(PAD_ID), token_ids_PK)
-    logprobs_PK = np.where(cut_PK, np.float32(-np.inf), logprobs_PK)
-    mass_P = np.exp(logprobs_PK.astype(np.float64)).sum(1)
-    with np.errstate(divide="ignore"):
-        log_tail_P = np.log(np.clip(1.0 - mass_P, 0.0, None)).astype(np.float32)
-    log_tail_P[absent_P1[:, 0]] = np.nan
-    return Rows(token_ids_PK, logprobs_PK, log_tail_P)
