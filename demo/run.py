@@ -43,9 +43,13 @@ class DemoConfig:
     learning_rate: float = 8e-4
 
 
+# raised when a data directory that an unreleased version made cannot be read
+GENERATION = 2
+
+
 def default_folder() -> Path:
     """Return where the demo keeps its cache and its students; one of another format or other requests is of no use."""
-    return default_cache_dir() / f"demo-{FORMAT_VERSION}-{SPEC_VERSION}"
+    return default_cache_dir() / f"demo-{FORMAT_VERSION}-{SPEC_VERSION}-{GENERATION}"
 
 
 def run_demo(config: DemoConfig, say: Say) -> Report:

@@ -42,6 +42,7 @@ class Code(Enum):
     INTERNAL = ("internal", 500, 1, False)
     JOB_FAILED = ("job_failed", 409, EXIT_JOB_FAILED, False)
     CORRUPT = ("corrupt", 500, EXIT_INTEGRITY, False)
+    AUDIT_FAILED = ("audit_failed", 409, EXIT_INTEGRITY, False)
     TOKENIZER_MISMATCH = ("tokenizer_mismatch", 409, EXIT_INTEGRITY, False)
     UNSUPPORTED_STUDENT = ("unsupported_student", 422, EXIT_USAGE, False)
     INVALID_CONFIG = ("invalid_config", 422, EXIT_USAGE, False)

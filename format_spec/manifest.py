@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from .audit import AuditTally
 from .canonical import canonical_json, parse_canonical
 from .digest import digest_bytes, is_digest
 from .errors import FormatError, ManifestError
@@ -42,7 +43,9 @@ class ShardDescriptor:
 class Quality:
     """What the rows look like, over all shards; means are decimal strings, for manifests hold no floats.
 
-    `support_mass_histogram` counts rows by support mass in ten equal bins from 0 to 1.
+    `support_mass_histogram` counts rows by support mass in ten equal bins from 0 to 1. Of the audited rows, which the
+    teacher scored again after they were stored, the KL from stored to scored again is in nats, and `audit_draws_z` says
+    how many standard deviations the tail samples are from that tail.
     """
 
     rows: int
@@ -50,6 +53,10 @@ class Quality:
     mean_support_mass: str
     mean_entropy: str
     support_mass_histogram: tuple[int, ...]
+    audited_rows: int
+    audit_mean_kl: str
+    audit_max_kl: str
+    audit_draws_z: str
 
     def __post_init__(self) -> None:
         if len(self.support_mass_histogram) != MASS_BINS:
@@ -154,6 +161,7 @@ class QualityTally:
         self.mass = 0.0
         self.entropy = 0.0
         self.histogram = [0] * MASS_BINS
+        self.audit = AuditTally()
 
     def add(self, rows: Rows) -> None:
         """Count the rows of one sequence."""
@@ -170,7 +178,7 @@ class QualityTally:
 
     def to_json(self) -> dict[str, Any]:
         """Return the sums, to be stored beside a shard."""
-        return dict(self.__dict__)
+        return self.__dict__ | {"audit": self.audit.to_json()}
 
     def merge(self, sums: dict[str, Any]) -> None:
         """Add the sums that another tally returned."""
@@ -179,6 +187,7 @@ class QualityTally:
         self.mass += sums["mass"]
         self.entropy += sums["entropy"]
         self.histogram = [a + b for a, b in zip(self.histogram, sums["histogram"], strict=True)]
+        self.audit.merge(sums["audit"])
 
     def quality(self) -> Quality:
         """Return the summary for a manifest."""
@@ -189,4 +198,8 @@ class QualityTally:
             mean_support_mass=f"{self.mass / present:.6f}",
             mean_entropy=f"{self.entropy / present:.6f}",
             support_mass_histogram=tuple(self.histogram),
+            audited_rows=self.audit.rows,
+            audit_mean_kl=f"{self.audit.mean_kl:.9f}",
+            audit_max_kl=f"{self.audit.max_kl:.9f}",
+            audit_draws_z=f"{self.audit.draws_z:.3f}",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
@@ -22,6 +23,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_shared(parser)
     parser.add_argument("--supervised", action="store_true", help="end when standard input does")
     parser.set_defaults(handler=run_worker)
+    parser = subparsers.add_parser("audit", help="score a part of a pulled cache again, and compare")
+    parser.add_argument("path", type=Path, metavar="PATH", help="a folder that pull made, or a shard")
+    parser.add_argument("--teacher", required=True, metavar="PATH", help="the teacher's folder or hub id")
+    _add_engine(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON on standard output")
+    parser.set_defaults(handler=run_audit)
 
 
 def run_serve(args: argparse.Namespace) -> int:
@@ -54,6 +61,30 @@ def run_worker(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_audit(args: argparse.Namespace) -> int:
+    """Print what an audit finds; more than rounding is an error."""
+    from contextlib import closing
+
+    from ..format_spec import digest_file
+    from ..format_spec.output import print_fields
+    from ..format_spec.progress import counting
+    from ..format_spec.shard_set import ShardSet
+    from .audit import audit_cache, check, to_json
+    from .engines import load_engine
+    from .teachers import read_teacher, resolve_path
+
+    shards, choice = ShardSet(args.path), _settings(args).choice
+    teacher = read_teacher("audit", resolve_path(args.teacher), choice, digest_file)
+    dtypes = {"dtype": teacher.dtype, "head_dtype": teacher.head_dtype}
+    engine = load_engine(teacher.engine, teacher.path, **dtypes, **choice.options())
+    with closing(engine), counting("auditing", "shards") as report:
+        tally = audit_cache(shards, engine, report)
+    same = shards.metadata.fingerprint.teacher == teacher.digest
+    print_fields({"path": str(args.path), "same_teacher": same, **to_json(tally)}, args.json)
+    check(tally)
+    return 0
+
+
 def _add_shared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--teacher",
@@ -62,6 +93,13 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
         help="a teacher to serve, a folder or hub id; may be repeated",
     )
     parser.add_argument("--data-dir", help="where everything is kept ($XDG_DATA_HOME/teachercache)")
+    _add_engine(parser)
+    parser.add_argument("--free-space-reserve", type=int, metavar="BYTES", help="disk space never used (1 GiB)")
+    parser.add_argument("--idle-seconds", type=float, help="idle time after which the worker frees memory (300)")
+    parser.add_argument("--lease-seconds", type=float, help="time without progress after which a worker is lost (300)")
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine",
         help="what runs the teachers: transformers, vllm or openai, a vLLM server that runs already (transformers)",
@@ -77,9 +115,6 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine-arg", action="append", metavar="NAME=VALUE", help="a setting of the engine's own; may be repeated"
     )
-    parser.add_argument("--free-space-reserve", type=int, metavar="BYTES", help="disk space never used (1 GiB)")
-    parser.add_argument("--idle-seconds", type=float, help="idle time after which the worker frees memory (300)")
-    parser.add_argument("--lease-seconds", type=float, help="time without progress after which a worker is lost (300)")
 
 
 def _settings(args: argparse.Namespace) -> Any:
@@ -89,7 +124,7 @@ def _settings(args: argparse.Namespace) -> Any:
 
     given = {name: getattr(args, name, None) for name in Settings.model_fields}
     try:
-        given["teachers"] = None if args.teacher is None else parse_teachers(args.teacher)
+        given["teachers"] = parse_teachers(args.teacher) if isinstance(args.teacher, list) else None
         given["engine_args"] = None if args.engine_arg is None else parse_engine_args(args.engine_arg)
     except ValueError as error:
         raise InvalidSettings(str(error)) from error

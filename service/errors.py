@@ -21,6 +21,7 @@ TeachercacheError
     ├── Draining
     ├── Unavailable
     ├── CorruptBlob            bytes on disk are not what their digest says
+    ├── AuditFailed            rows that were scored again are not those that were stored
     ├── SequenceError          a sequence of the data set cannot be scored
     └── LeaseLost              someone else holds the range now; never leaves the worker
 """
@@ -148,6 +149,12 @@ class CorruptBlob(ServiceError):
     """Bytes on disk are not what their digest says."""
 
     code = Code.CORRUPT
+
+
+class AuditFailed(ServiceError):
+    """Rows that were scored again are not those that were stored."""
+
+    code = Code.AUDIT_FAILED
 
 
 class SequenceError(ServiceError):

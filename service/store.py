@@ -71,6 +71,12 @@ class Staging:
     def flush(self) -> None:
         """Do nothing: `commit` is what makes bytes durable."""
 
+    def written(self) -> Path:
+        """Return a file with all that was written so far, to be read before `commit`."""
+        with _disk_errors():
+            self._file.flush()
+        return self._path
+
     def commit(self, expected: str | None = None) -> Blob:
         """Make the blob durable under its digest.
 

@@ -1,7 +1,7 @@
 """The process that runs the teacher: one task after the other, each under a lease.
 
 What a shard holds depends on its range and request alone: batches are fixed by the range, and no time or host
-enters. So a range that is scored again after a crash gives the same shard.
+enters. So a range that is scored again after a crash gives the same shard, where the engine repeats its bits.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from threading import Event
 from typing import BinaryIO, cast
 
@@ -18,12 +19,14 @@ from ..format_spec import (
     Fingerprint,
     QualityTally,
     ScoredSequence,
+    Shard,
     ShardDescriptor,
     ShardMetadata,
     ShardWriter,
     TeachercacheError,
 )
 from ..format_spec.request import CacheRequest
+from .audit import audit_shard, check, is_audited
 from .engines import Engine, EngineDied, load_engine
 from .errors import CorruptBlob, LeaseLost, UnknownTeacher, UnsupportedTeacher
 from .meta import PLAN, CommittedShard, Failure, Lease, Meta, RequestRow, owner_of
@@ -166,9 +169,13 @@ class Worker:
                 writer.add(sequence)
                 tally.add(sequence.rows)
             writer.finish()
+            if is_audited(lease.number):
+                with closing(Shard.open(staging.written())) as shard:
+                    tally.audit = audit_shard(shard, engine, progress)
+                check(tally.audit)
             blob = staging.commit()
-        shard = CommittedShard(_descriptor(lease, blob), tally.to_json())
-        self._meta.commit_shard(lease, shard, progress.tokens_per_s, self._store.put)
+        committed = CommittedShard(_descriptor(lease, blob), tally.to_json())
+        self._meta.commit_shard(lease, committed, progress.tokens_per_s, self._store.put)
 
     def _progress(self, lease: Lease) -> Progress:
         return Progress(self._meta, lease, self._settings.lease_seconds, self._stop)

@@ -14,6 +14,7 @@ from teachercache.format_spec import Code, Manifest, QualityTally, ShardDescript
 from teachercache.service.database import Database
 from teachercache.service.errors import InvalidSettings, JobFailed, LeaseLost, NotFound
 from teachercache.service.meta import MAX_ATTEMPTS, CommittedShard, Failure, Lease
+from teachercache.service.schema import VERSION
 from teachercache.service.sqlite_meta import SqliteMeta
 
 
@@ -222,14 +223,14 @@ def insert(db: Database) -> None:
 
 
 def test_commits_are_synced_and_logged_ahead(bench: Bench) -> None:
-    db = Database(bench.settings.data_dir / "meta.db", "", 1)
+    db = Database(bench.settings.data_dir / "meta.db", "", VERSION)
     assert db.connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
     assert db.connection.execute("PRAGMA synchronous").fetchone()[0] == 2
 
 
 def test_a_database_of_a_newer_version_or_none_at_all_is_refused(tmp_path: Path) -> None:
     SqliteMeta(tmp_path / "meta.db")
-    Database(tmp_path / "meta.db", "", 1).connection.execute("PRAGMA user_version = 99")
+    Database(tmp_path / "meta.db", "", VERSION).connection.execute("PRAGMA user_version = 99")
     with pytest.raises(InvalidSettings, match="version 99"):
         SqliteMeta(tmp_path / "meta.db")
     (tmp_path / "other.db").write_bytes(b"not a database" * 100)
