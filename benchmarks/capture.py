@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ import numpy as np
 import torch
 from _results import arguments, finish
 
-from teachercache.format_spec import Example, ScoredSequence, ShardMetadata, ShardWriter
+from teachercache.format_spec import ScoredSequence, ShardMetadata, ShardWriter
 from teachercache.service.engines import load_engine
 
 K, BOTH = 100, (16, 16)
+# a shard of 131,072 positions, half of the default
+SHARD_PROMPTS = 64
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -128,20 +131,34 @@ class Flow:
         assert found == count * (self.length - 1)
         return count * self.length / (time.perf_counter() - begin)
 
-    def shard(self, count: int, k: int, tail_samples: int, folder: Path) -> float:
-        """Tokens a second from prompts to a shard on disk."""
+    def shards(self, count: int, k: int, tail_samples: int, folder: Path) -> float:
+        """Tokens a second from prompts to shards on disk, each encoded while the next one is scored, as a worker does."""
         prompts = self.prompts(count)
         zeros = "sha256:" + "0" * 64
         metadata = ShardMetadata(self.engine.fingerprint(zeros, zeros), k, tail_samples, "bf16")
         begin = time.perf_counter()
-        with (folder / "shard.tkc").open("wb") as file:
-            writer = ShardWriter(file, metadata)
-            for index, rows in self.engine.score(prompts, k=k, tail_samples=tail_samples, seed=0):
-                writer.add(ScoredSequence(prompts[index], rows, Example(input_ids=prompts[index]).loss_mask))
-            writer.finish()
-            file.flush()
-            os.fsync(file.fileno())
+        with ThreadPoolExecutor(1) as finisher:
+            finishing: Future[None] | None = None
+            for number, first in enumerate(range(0, count, SHARD_PROMPTS)):
+                part = prompts[first : first + SHARD_PROMPTS]
+                file = (folder / f"{number}.tkc").open("wb")
+                writer = ShardWriter(file, metadata)
+                for index, rows in self.engine.score(part, k=k, tail_samples=tail_samples, seed=0):
+                    writer.add(ScoredSequence(part[index], rows))
+                if finishing is not None:
+                    finishing.result()
+                finishing = finisher.submit(finish_shard, writer, file)
+            if finishing is not None:
+                finishing.result()
         return count * self.length / (time.perf_counter() - begin)
+
+
+def finish_shard(writer: ShardWriter, file: Any) -> None:
+    """Encode, and make durable."""
+    with file:
+        writer.finish()
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def teachers(shape: str, folder: Path) -> tuple[Path, dict[str, Any], str]:
@@ -176,7 +193,7 @@ def measure_engine(flow: Flow, count: int, folder: Path, *, stock: bool) -> Iter
     for suffix, (k, tail_samples) in (("", (K, 0)), ("_16_16", BOTH)):
         flow.rows(few, k, tail_samples)
         yield f"hook{suffix}", flow.rows(count, k, tail_samples)
-        yield f"end_to_end{suffix}", flow.shard(count, k, tail_samples, folder)
+        yield f"end_to_end{suffix}", flow.shards(count, k, tail_samples, folder)
     yield "plain_last", flow.stock(count)
 
 
@@ -229,6 +246,6 @@ if __name__ == "__main__":
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--shape", choices=tuple(SHAPES), default="8b", help="of the teacher on a GPU (default: 8b)")
     parser.add_argument("--length", type=int, default=2048 if on_gpu else 256, help="tokens of a prompt")
-    parser.add_argument("--count", type=int, default=96 if on_gpu else 16, help="prompts of a measurement")
+    parser.add_argument("--count", type=int, default=128 if on_gpu else 16, help="prompts of a measurement")
     args = parser.parse_args()
     finish("capture", measure(args), ["torch", "numpy"], args)

@@ -10,7 +10,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from threading import Event
 from typing import BinaryIO, cast
 
@@ -34,7 +35,7 @@ from .plan import cut, make_plan, num_tokens, read_range, token_ids
 from .repair import checked_path
 from .settings import Settings
 from .sizing import estimate_bytes
-from .store import Blob, Store
+from .store import Blob, Staging, Store
 from .teachers import Teacher, read_teacher, resolve_path
 
 POLL_S = 0.2
@@ -91,37 +92,54 @@ class Worker:
         self._stop = stop
         self._load = load
         self._loaded: tuple[Teacher, Engine] | None = None
+        self._finisher = ThreadPoolExecutor(1, thread_name_prefix="finish")
+        self._finishing: Future[None] | None = None
 
     def run(self) -> None:
         """Work, and return when idle for `idle_seconds` or stopped."""
         try:
             self._work()
         finally:
+            self._wait()
             self._unload()
 
     def _work(self) -> None:
         idle_since = time.monotonic()
         while not self._stop.is_set():
-            if self.step():
+            if self._begin():
                 idle_since = time.monotonic()
-            elif time.monotonic() - idle_since >= self._settings.idle_seconds:
+                continue
+            self._wait()
+            if time.monotonic() - idle_since >= self._settings.idle_seconds:
                 _log.info("nothing to do for %s s, ending", self._settings.idle_seconds)
                 return
-            else:
-                self._stop.wait(POLL_S)
+            self._stop.wait(POLL_S)
 
     def step(self) -> bool:
-        """Work on one task; return whether there was one."""
+        """Work on one task to its end; return whether there was one."""
+        found = self._begin()
+        self._wait()
+        return found
+
+    def _begin(self) -> bool:
+        """Work on a task until the teacher is free for the next one; return whether there was one."""
         lease = self._meta.lease(self.owner, self._settings.lease_seconds)
         if lease is None:
             return False
-        what = "plan" if lease.number == PLAN else f"range {lease.number}"
-        _log.info("request %s: %s", lease.request.id[:12], what)
+        _log.info("request %s: %s", lease.request.id[:12], _what(lease))
+        self._guard(lease, self._plan if lease.number == PLAN else self._score)
+        return True
+
+    def _wait(self) -> None:
+        """Wait for the shard that is being finished."""
+        if self._finishing is not None:
+            self._finishing.result()
+            self._finishing = None
+
+    def _guard(self, lease: Lease, work: Callable[[Lease], None]) -> None:
+        """Work, and record what became of the task where that fails."""
         try:
-            if lease.number == PLAN:
-                self._plan(lease)
-            else:
-                self._score(lease)
+            work(lease)
         except Stopped:
             self._meta.release(lease)
         except LeaseLost as error:
@@ -135,9 +153,8 @@ class Worker:
             self._meta.fail(lease, Failure(error.code, str(error)))
         # anything else may pass, such as memory that another program has taken: it costs an attempt
         except Exception as error:
-            _log.exception("request %s: %s failed", lease.request.id[:12], what)
+            _log.exception("request %s: %s failed", lease.request.id[:12], _what(lease))
             self._meta.release(lease, f"{type(error).__name__}: {error}")
-        return True
 
     def _plan(self, lease: Lease) -> None:
         spec = lease.request.spec
@@ -157,7 +174,8 @@ class Worker:
             return
         # before the teacher works for nothing
         room = estimate_bytes(part.positions, spec)
-        with self._store.stage(room) as staging:
+        with ExitStack() as stack:
+            staging = stack.enter_context(self._store.stage(room))
             teacher, engine = self._engine(lease)
             fingerprint = engine.fingerprint(teacher.digest, teacher.tokenizer)
             _check_promise(spec, teacher, fingerprint)
@@ -168,12 +186,26 @@ class Worker:
             for sequence in score_in_order(engine, read_range(tokens, part), spec, progress):
                 writer.add(sequence)
                 tally.add(sequence.rows)
-            writer.finish()
             if is_audited(lease.number):
+                writer.finish()
                 with closing(Shard.open(staging.written())) as shard:
                     tally.audit = audit_shard(shard, engine, progress)
                 check(tally.audit)
-            blob = staging.commit()
+                self._commit(lease, staging, tally, progress)
+                return
+            # the teacher goes on while this shard is encoded; one at a time, as each is held in memory
+            self._wait()
+            held = stack.pop_all()
+
+        def finish(lease: Lease) -> None:
+            with held:
+                writer.finish()
+                self._commit(lease, staging, tally, progress)
+
+        self._finishing = self._finisher.submit(self._guard, lease, finish)
+
+    def _commit(self, lease: Lease, staging: Staging, tally: QualityTally, progress: Progress) -> None:
+        blob = staging.commit()
         committed = CommittedShard(_descriptor(lease, blob), tally.to_json())
         self._meta.commit_shard(lease, committed, progress.tokens_per_s, self._store.put)
 
@@ -245,6 +277,10 @@ def _check_promise(spec: CacheRequest, teacher: Teacher, fingerprint: Fingerprin
             raise UnsupportedTeacher(
                 f"teacher {teacher.name!r} runs with {name} {found} here, and the request was made for {promised}"
             )
+
+
+def _what(lease: Lease) -> str:
+    return "plan" if lease.number == PLAN else f"range {lease.number}"
 
 
 def _descriptor(lease: Lease, blob: Blob) -> ShardDescriptor:
