@@ -132,7 +132,7 @@ class Flow:
         return count * self.length / (time.perf_counter() - begin)
 
     def shards(self, count: int, k: int, tail_samples: int, folder: Path) -> float:
-        """Tokens a second from prompts to shards on disk; each is encoded while the next is scored, as a worker does."""
+        """Tokens a second from prompts to shards on disk; each is encoded while the next is scored, as by a worker."""
         prompts = self.prompts(count)
         zeros = "sha256:" + "0" * 64
         metadata = ShardMetadata(self.engine.fingerprint(zeros, zeros), k, tail_samples, "bf16")
