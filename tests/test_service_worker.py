@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import numpy as np
 import pytest
 from fake_engine import MAX_LENGTH, VOCAB_SIZE, Bench, FakeEngine, fake_rows, newest
 
-from teachercache.format_spec import Code, Example, Shard
-from teachercache.service.errors import LeaseLost
+from teachercache.format_spec import Code, Example, Shard, ShardWriter
+from teachercache.service.errors import InsufficientStorage, LeaseLost
 from teachercache.service.meta import MAX_ATTEMPTS, PLAN, Lease
+from teachercache.service.store import Staging
 from teachercache.service.worker import score_in_order
 
 
@@ -251,3 +253,39 @@ def spoil(bench: Bench, digest: str, damage: str) -> None:
     data[len(data) // 2] ^= 1
     path.chmod(0o644)
     path.write_bytes(data)
+
+
+def test_a_shard_is_encoded_while_the_next_one_is_scored(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.submit()
+    engine, finish, overlapped = FakeEngine(), ShardWriter.finish, Event()
+    # two of the first shard, which is audited and finished before others begin, two again, two of the second
+    engine.before_row = lambda: overlapped.set() if len(engine.scored) == 6 else None
+    finished = []
+
+    def late(writer: ShardWriter) -> int:
+        finished.append(writer)
+        # the second shard is encoded only once the third is being scored
+        assert len(finished) != 2 or overlapped.wait(20)
+        return finish(writer)
+
+    monkeypatch.setattr(ShardWriter, "finish", late)
+    bench.worker(engine).run()
+    assert bench.row().state == "complete" and len(finished) == 3
+
+
+def test_a_shard_that_cannot_be_finished_fails_its_request(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.submit()
+    commit, committed = Staging.commit, []
+
+    def full(staging: Staging, *expected: str) -> Any:
+        committed.append(staging)
+        # the token file, the first shard and its manifest have gone in
+        if len(committed) > 3:
+            raise InsufficientStorage("the disk is full")
+        return commit(staging, *expected)
+
+    monkeypatch.setattr(Staging, "commit", full)
+    bench.worker(FakeEngine()).run()
+    row = bench.row()
+    assert row.state == "failed" and row.failure is not None and row.failure.code is Code.INSUFFICIENT_STORAGE
+    assert row.shards_done == 1 and not list(bench.store.staging.iterdir())
