@@ -27,7 +27,8 @@ def test_no_crash_between_two_steps_on_disk_loses_or_invents_a_shard(tmp_path: P
             for descriptor in newest(bench).shards:
                 assert bench.store.checked_path(descriptor.digest).stat().st_size == descriptor.bytes
         bench.meta.release_owner(None, "the worker was killed")
-        assert bench.store.sweep() <= 1
+        # the shard that is encoded and the one that is scored
+        assert bench.store.sweep() <= 2
         bench.worker(FakeEngine()).run()
         assert bench.row().state == "complete" and newest(bench) == expected, f"after a crash at step {step}"
 
