@@ -36,7 +36,7 @@ test: setup
 
 test-vllm: setup
 	@sh scripts/setup_vllm.sh
-	@.venv-vllm/bin/python -m pytest -m vllm $(PYTEST_ARGS)
+	@.venv-vllm/bin/python -m pytest -m vllm tests/test_service_*.py $(PYTEST_ARGS)
 
 check: setup
 	$(bin)/ruff format --check .
