@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..format_spec import is_digest, is_request_id
+from ..format_spec import Generation, is_digest, is_request_id
 from ..format_spec.codes import EXIT_OK
 from ..format_spec.output import print_fields, print_json, size_text
 from ..format_spec.request import AUTO, DEFAULT_K, DEFAULT_SHARD_POSITIONS, canonical_min_prob
@@ -76,7 +76,15 @@ def _register_submit(subparsers: Subparsers) -> None:
         metavar="N",
         help="ids drawn from each tail (%(default)s)",
     )
-    submit.add_argument("--seed", type=int, default=0, help="of the tail samples (%(default)s)")
+    submit.add_argument("--seed", type=int, default=0, help="of the tail samples and completions (%(default)s)")
+    submit.add_argument(
+        "--generate",
+        type=int,
+        metavar="TOKENS",
+        help="rows are prompts: the teacher continues each by at most so many tokens, then scores the whole",
+    )
+    submit.add_argument("--temperature", default="1", metavar="T", help="of completions, 0 for greedy (%(default)s)")
+    submit.add_argument("--top-p", default="1", metavar="P", help="of completions (%(default)s)")
     submit.add_argument(
         "--shard-positions", type=int, default=DEFAULT_SHARD_POSITIONS, metavar="N", help="tokens a shard (%(default)s)"
     )
@@ -114,6 +122,8 @@ def _submit(args: argparse.Namespace) -> int:
             "seed": args.seed,
             "shard_positions": args.shard_positions,
         }
+        if args.generate is not None:
+            settings["generate"] = Generation(args.generate, args.temperature, args.top_p)
         settings["data"] = client.upload(args.file)
         if args.dry_run:
             _print_estimate(client.estimate(**settings), args.json)

@@ -26,6 +26,7 @@ from .errors import (
     UnsupportedVersion,
 )
 from .fingerprint import Fingerprint
+from .generation import Generation
 from .manifest import Manifest, Quality, QualityTally, ShardDescriptor
 from .metadata import ShardMetadata
 from .request import CacheRequest, Submission
@@ -51,6 +52,7 @@ __all__ = [
     "Example",
     "Fingerprint",
     "FormatError",
+    "Generation",
     "InvalidRows",
     "LimitExceeded",
     "Manifest",

@@ -8,16 +8,16 @@ its canonical JSON. The same request is the same cache.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from decimal import Decimal
 from typing import Any
 
 from .canonical import MAX_INT, canonical_json
 from .codes import Code
+from .decimal_text import canonical_decimal
 from .digest import is_digest
 from .errors import RequestError
+from .generation import Generation
 
 SPEC_VERSION = "1"
 DEFAULT_K = 16
@@ -28,7 +28,6 @@ MAX_TAIL_SAMPLES = 4096
 MAX_SHARD_POSITIONS = 2**24
 PROFILES = ("bf16", "fp16", "m5")
 AUTO = "auto"
-_DECIMAL = re.compile(r"0(?:\.([0-9]{1,32}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,8 @@ class Submission:
     `teacher` is a name that the server serves or a teacher's digest; `data` the digest of an uploaded
     data set. Rows keep the entries of their top k that are at least as probable as `min_prob`, and one at the least;
     it becomes canonical here, given as a number or as text. `tail_samples` "auto" means the default where the engine
-    can draw them, else 0.
+    can draw them, else 0. With `generate` the data set is one of prompts, which the teacher continues before it scores
+    what came of them.
     """
 
     teacher: str
@@ -51,6 +51,7 @@ class Submission:
     shard_positions: int = DEFAULT_SHARD_POSITIONS
     engine: str = AUTO
     dtype: str = AUTO
+    generate: Generation | None = None
 
     def __post_init__(self) -> None:
         for name in ("teacher", "engine", "dtype"):
@@ -62,6 +63,7 @@ class Submission:
         if self.tail_samples != AUTO:
             _check_int("tail_samples", self.tail_samples, 0, MAX_TAIL_SAMPLES)
         object.__setattr__(self, "min_prob", canonical_min_prob(self.min_prob))
+        object.__setattr__(self, "generate", Generation.of(self.generate))
         _check_numbers(self)
 
     @classmethod
@@ -74,7 +76,15 @@ class Submission:
         return asdict(self)
 
     def resolve(
-        self, *, teacher: str, vocab_size: int, engine: str, dtype: str, head_dtype: str, draws_tail_samples: bool
+        self,
+        *,
+        teacher: str,
+        vocab_size: int,
+        engine: str,
+        dtype: str,
+        head_dtype: str,
+        draws_tail_samples: bool,
+        generates: bool = True,
     ) -> CacheRequest:
         """Return the request with every open choice made, or say why it cannot be served."""
         for name, asked, served in (("engine", self.engine, engine), ("dtype", self.dtype, dtype)):
@@ -89,6 +99,8 @@ class Submission:
                 f"engine {engine!r} cannot draw tail samples; ask for tail_samples 0 or auto",
                 Code.TAIL_SAMPLES_UNAVAILABLE,
             )
+        if self.generate is not None and not generates:
+            raise RequestError(f"engine {engine!r} scores what it is given, and cannot generate")
         return CacheRequest(
             teacher=teacher,
             data=self.data,
@@ -101,6 +113,7 @@ class Submission:
             seed=self.seed,
             profile=self.profile,
             shard_positions=self.shard_positions,
+            generate=self.generate,
         )
 
 
@@ -119,6 +132,7 @@ class CacheRequest:
     seed: int
     profile: str
     shard_positions: int
+    generate: Generation | None = None
     spec_version: str = SPEC_VERSION
 
     def __post_init__(self) -> None:
@@ -133,6 +147,7 @@ class CacheRequest:
         _check_int("tail_samples", self.tail_samples, 0, MAX_TAIL_SAMPLES)
         if canonical_min_prob(self.min_prob) != self.min_prob:
             raise RequestError(f"min_prob {self.min_prob!r} is not in its canonical form")
+        object.__setattr__(self, "generate", Generation.of(self.generate))
         _check_numbers(self)
 
     @property
@@ -145,33 +160,32 @@ class CacheRequest:
         return canonical_json(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of the request."""
-        return asdict(self)
+        """Return the JSON object of the request, without `generate` where the teacher only scores."""
+        value = asdict(self)
+        if self.generate is None:
+            del value["generate"]
+        return value
 
     @classmethod
     def from_json(cls, value: Any) -> CacheRequest:
-        """Read a stored request, refusing unknown and missing fields."""
-        return cls(**_checked_keys(cls, value, required={field.name for field in fields(cls)}))
+        """Read a stored request, refusing unknown and missing fields, and values that are not in their one form."""
+        request = cls(**_checked_keys(cls, value, required={field.name for field in fields(cls)} - {"generate"}))
+        if request.to_json() != value:
+            raise RequestError("the request is not in its canonical form")
+        return request
 
 
 def canonical_min_prob(value: object) -> str:
-    """Return the one text of a probability from 0 to below 1: "0", or "0." and digits of which the last is not 0.
-
-    Text is 0 or 0.ddd with at most 32 digits; a number stands for the shortest text that float64 reads as it.
+    """Return the one text of a probability from 0 to below 1; see `canonical_decimal`.
 
     Raises:
-        RequestError: it is none: an exponent, a sign, 1 or more, NaN.
+        RequestError: it is none.
     """
-    text = value
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1:
-        text = format(Decimal(repr(float(value))), "f")
-    match = _DECIMAL.fullmatch(text) if isinstance(text, str) else None
-    if match is None:
-        raise RequestError(
-            f"min_prob must be a decimal from 0 to below 1, written like 0.001, with at most 32 digits, not {value!r}"
-        )
-    digits = (match[1] or "").rstrip("0")
-    return f"0.{digits}" if digits else "0"
+    wanted = "from 0 to below 1"
+    text = canonical_decimal("min_prob", value, wanted, "0.001")
+    if not text.startswith("0"):
+        raise RequestError(f"min_prob must be a decimal {wanted}, not {value!r}")
+    return text
 
 
 def _checked_keys(cls: type[Any], value: Any, required: set[str]) -> Mapping[str, Any]:

@@ -16,6 +16,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_shared(parser)
     parser.add_argument("--host", help="loopback address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on, 0 for a free one (8765)")
+    parser.add_argument(
+        "--replicas", type=int, help="worker processes, each with the teacher on its own GPUs or share of the cores (1)"
+    )
     parser.add_argument("--upload-limit", type=int, metavar="BYTES", help="largest data set to take (16 GiB)")
     parser.add_argument("--drain-seconds", type=float, help="time to end in after SIGTERM (10)")
     parser.set_defaults(handler=run_serve)

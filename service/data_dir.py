@@ -6,7 +6,7 @@ meta.db                   what is asked for and how far it is
 blobs/sha256/ab/<hex>     everything that is content-addressed, read-only
 staging/                  files being written; swept at start
 quarantine/               blobs found damaged
-logs/worker.log
+logs/worker.log          of the first replica; worker-1.log is the second one's
 """
 
 from __future__ import annotations

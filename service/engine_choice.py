@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,8 @@ from .errors import InvalidSettings
 DTYPES = ("float32", "bfloat16", "float16")
 # whether an engine draws tail samples; a test compares it with the engines
 DRAWS_TAIL_SAMPLES = {"transformers": True, "vllm": True, "openai": False}
+# whether an engine continues prompts
+GENERATES = {"transformers": True, "vllm": True, "openai": False}
 # an engine's settings of its own; None where they are vLLM's
 OWN_ARGS: dict[str, tuple[str, ...] | None] = {
     "transformers": (),
@@ -64,6 +67,16 @@ class EngineChoice:
     def draws_tail_samples(self) -> bool:
         """Whether rows can have tail samples."""
         return DRAWS_TAIL_SAMPLES[self.engine] and self.capture_path != "flat"
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs one teacher takes."""
+        if self.engine != "vllm":
+            return 1
+        sizes = [self.engine_args.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size")]
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise InvalidSettings(f"tensor_parallel_size and pipeline_parallel_size are counts, not {sizes}")
+        return math.prod(sizes)
 
     def head_dtype_of(self, dtype: str) -> str:
         """Return the dtype of the logits of a model that runs in `dtype`."""

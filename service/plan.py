@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ..format_spec import Code, Dataset, Example
+from ..format_spec import Code, Dataset, Example, Generation
 from .errors import SequenceError
 from .meta import Plan, Range
 from .store import Store
@@ -20,9 +20,16 @@ from .teachers import Limits
 
 
 def make_plan(
-    dataset: Path, limits: Limits, shard_positions: int, store: Store, tick: Callable[[], None] = lambda: None
+    dataset: Path,
+    limits: Limits,
+    shard_positions: int,
+    store: Store,
+    tick: Callable[[], None] = lambda: None,
+    generate: Generation | None = None,
 ) -> Plan:
     """Validate a data set, store its tokens and return its ranges; `tick` is called after each sequence.
+
+    With `generate` it is one of prompts, and the positions of a range are the most that may come of it.
 
     Raises:
         DatasetError, SequenceError: the data set cannot be scored; the message names the sequence.
@@ -32,22 +39,30 @@ def make_plan(
 
     schema = pa.schema([("input_ids", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.bool_()))])
     ranges: list[Range] = []
+    size = sizes(limits, generate)
     with store.stage(dataset.stat().st_size) as staging:
         with pq.ParquetWriter(staging, schema, compression="zstd", write_page_checksum=True) as writer:
             first = 0
-            for group in cut(_ticking(read_sequences(dataset, limits), tick), shard_positions):
+            for group in cut(_ticking(read_sequences(dataset, limits, generate), tick), shard_positions, size):
                 columns = [[example.input_ids for example in group], [example.loss_mask for example in group]]
                 table = pa.table(dict(zip(schema.names, columns, strict=True)), schema=schema)
                 writer.write_table(table, row_group_size=len(group))
-                ranges.append(Range(first, len(group), sum(num_tokens(example) for example in group)))
+                ranges.append(Range(first, len(group), sum(map(size, group))))
                 first += len(group)
         return Plan(staging.commit(), tuple(ranges))
 
 
-def count(dataset: Path, limits: Limits) -> tuple[int, int]:
-    """Validate a data set and return its numbers of sequences and tokens; raises as `make_plan` does."""
-    lengths = [num_tokens(example) for example in read_sequences(dataset, limits)]
+def count(dataset: Path, limits: Limits, generate: Generation | None = None) -> tuple[int, int]:
+    """Validate a data set and return its numbers of sequences and tokens; see `make_plan`."""
+    lengths = list(map(sizes(limits, generate), read_sequences(dataset, limits, generate)))
     return len(lengths), sum(lengths)
+
+
+def sizes(limits: Limits, generate: Generation | None) -> Callable[[Example], int]:
+    """Return what tells how many tokens, at the most, a sequence of the data set will have."""
+    if generate is None:
+        return num_tokens
+    return lambda prompt: num_tokens(prompt) + generate.room(num_tokens(prompt), limits.max_length)
 
 
 def read_range(tokens: Path, part: Range) -> list[Example]:
@@ -56,15 +71,33 @@ def read_range(tokens: Path, part: Range) -> list[Example]:
         return list(dataset.read(part.first, part.sequences))
 
 
-def read_sequences(path: Path, limits: Limits) -> Iterator[Example]:
-    """Yield the sequences of a data set as token ids that the teacher can score."""
+def read_sequences(path: Path, limits: Limits, generate: Generation | None = None) -> Iterator[Example]:
+    """Yield the sequences of a data set as token ids that the teacher can score, or prompts that it can continue."""
     with Dataset(path) as dataset:
         examples: Iterable[Example] = dataset
         if dataset.kind != "input_ids":
-            examples = _tokenised(dataset, limits.path)
+            examples = _tokenised(dataset, limits.path, as_prompts=generate is not None)
         for number, example in enumerate(examples):
-            check_sequence(number, token_ids(example), limits)
+            if generate is None:
+                check_sequence(number, token_ids(example), limits)
+            else:
+                check_prompt(number, token_ids(example), limits)
             yield example
+
+
+def check_prompt(number: int, ids: npt.NDArray[np.integer], limits: Limits) -> None:
+    """Refuse a prompt that the teacher cannot continue by a token at the least; raises SequenceError."""
+    if len(ids) < 1:
+        raise SequenceError(
+            f"sequence {number} is an empty prompt; at least 1 token is needed", Code.SEQUENCE_TOO_SHORT
+        )
+    if len(ids) >= limits.max_length:
+        raise SequenceError(
+            f"sequence {number} is a prompt of {len(ids)} tokens, which leaves none of the teacher's"
+            f" {limits.max_length} for a completion",
+            Code.SEQUENCE_TOO_LONG,
+        )
+    _check_ids(number, ids, limits)
 
 
 def check_sequence(number: int, ids: npt.NDArray[np.integer], limits: Limits) -> None:
@@ -83,6 +116,10 @@ def check_sequence(number: int, ids: npt.NDArray[np.integer], limits: Limits) ->
             f"sequence {number} has {len(ids)} tokens, above the teacher's limit of {limits.max_length}",
             Code.SEQUENCE_TOO_LONG,
         )
+    _check_ids(number, ids, limits)
+
+
+def _check_ids(number: int, ids: npt.NDArray[np.integer], limits: Limits) -> None:
     outside = (ids < 0) | (ids >= limits.vocab_size)
     if outside.any():
         position = int(outside.argmax())
@@ -91,20 +128,6 @@ def check_sequence(number: int, ids: npt.NDArray[np.integer], limits: Limits) ->
             f" vocabulary of {limits.vocab_size} (0 to {limits.vocab_size - 1})",
             Code.TOKEN_OUT_OF_VOCABULARY,
         )
-
-
-def cut(examples: Iterable[Example], shard_positions: int) -> Iterator[list[Example]]:
-    """Yield consecutive groups of at most `shard_positions` tokens, and of at least one sequence."""
-    group: list[Example] = []
-    positions = 0
-    for example in examples:
-        if group and positions + num_tokens(example) > shard_positions:
-            yield group
-            group, positions = [], 0
-        group.append(example)
-        positions += num_tokens(example)
-    if group:
-        yield group
 
 
 def token_ids(example: Example) -> npt.NDArray[np.int64]:
@@ -118,13 +141,29 @@ def num_tokens(example: Example) -> int:
     return len(token_ids(example))
 
 
+def cut(
+    examples: Iterable[Example], shard_positions: int, size: Callable[[Example], int] = num_tokens
+) -> Iterator[list[Example]]:
+    """Yield consecutive groups of at most `shard_positions` tokens, and of at least one sequence."""
+    group: list[Example] = []
+    positions = 0
+    for example in examples:
+        if group and positions + size(example) > shard_positions:
+            yield group
+            group, positions = [], 0
+        group.append(example)
+        positions += size(example)
+    if group:
+        yield group
+
+
 def _ticking(examples: Iterable[Example], tick: Callable[[], None]) -> Iterator[Example]:
     for example in examples:
         tick()
         yield example
 
 
-def _tokenised(dataset: Dataset, teacher: Path) -> Iterator[Example]:
+def _tokenised(dataset: Dataset, teacher: Path, *, as_prompts: bool) -> Iterator[Example]:
     # here, for it brings transformers with it, which a data set of token ids can do without
     from .engines.errors import UntokenizableExample
     from .engines.tokenizer import Tokenizer
@@ -132,7 +171,6 @@ def _tokenised(dataset: Dataset, teacher: Path) -> Iterator[Example]:
     tokenizer = Tokenizer(teacher)
     for number, example in enumerate(dataset):
         try:
-            ids = tokenizer.encode(example)
+            yield tokenizer.encode(example, as_prompt=as_prompts)
         except UntokenizableExample as error:
             raise SequenceError(f"sequence {number}: {error}", error.code) from error
-        yield Example(input_ids=ids.astype(np.int64))

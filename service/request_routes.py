@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from ..format_spec import CacheRequest, RequestError, Submission
 from .blob_response import blob_response, none_match
+from .engine_choice import GENERATES
 from .errors import Draining, InvalidJson, JobFailed, NoManifestYet, NotFound, UnsupportedMediaType
 from .meta import RequestRow
 from .repair import checked_path
@@ -101,6 +102,7 @@ def _resolve(server: State, submission: Submission) -> tuple[CacheRequest, Teach
         dtype=teacher.dtype,
         head_dtype=teacher.head_dtype,
         draws_tail_samples=teacher.draws_tail_samples,
+        generates=GENERATES[teacher.engine],
     )
     return spec, teacher
 
@@ -129,8 +131,8 @@ def _size_up(server: State, submission: Submission) -> JSONResponse:
     else:
         _require_data(server, spec.data)
         dataset = checked_path(spec.data, server.store, server.meta)
-        sequences, positions = measure(dataset, teacher.limits)
-    rate = server.meta.rate(spec.teacher, spec.engine, spec.dtype)
+        sequences, positions = measure(dataset, teacher.limits, spec.generate)
+    rate = server.meta.rate(spec.teacher, spec.engine, spec.dtype) if spec.generate is None else None
     answer = DryRunView(
         id=spec.id,
         sequences=sequences,

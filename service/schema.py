@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-VERSION = 2
+VERSION = 3
 
 SCHEMA = """
 CREATE TABLE request (
@@ -16,7 +16,6 @@ CREATE TABLE request (
     updated_at TEXT NOT NULL,
     tokens TEXT,
     sequences INTEGER,
-    positions INTEGER,
     fingerprint TEXT,
     manifest TEXT,
     tokens_scored INTEGER NOT NULL DEFAULT 0,
@@ -76,6 +75,7 @@ SELECT_REQUEST = """
 SELECT request.*,
     (SELECT count(*) FROM task WHERE request_id = request.id AND number >= 0) AS shards,
     (SELECT count(*) FROM task WHERE request_id = request.id AND number >= 0 AND state = 'done') AS shards_done,
+    (SELECT sum(positions) FROM task WHERE request_id = request.id AND number >= 0) AS positions,
     (SELECT coalesce(sum(positions_done), 0) FROM task WHERE request_id = request.id) AS positions_done
 FROM request
 """

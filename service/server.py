@@ -13,6 +13,7 @@ import uvicorn
 
 from .app import create_app
 from .data_dir import DataDir, ServerLock
+from .devices import environments
 from .errors import InvalidSettings, PortInUse
 from .settings import Settings
 from .sqlite_meta import SqliteMeta
@@ -62,7 +63,8 @@ def serve(settings: Settings) -> None:
         teachers = Teachers.of(settings, meta.file_digest)
         for teacher in teachers.all:
             _log.info("teacher %s: %s in %s", teacher.name, teacher.digest, teacher.path)
-        supervisor = Supervisor(worker_command(settings, teachers), data_dir.worker_log, meta)
+        parts = environments(settings.replicas, settings.choice.gpus)
+        supervisor = Supervisor(worker_command(settings, teachers), data_dir.worker_log, meta, parts)
         app = create_app(State(settings, store, meta, teachers, supervisor))
         drain = max(1, round(settings.drain_seconds))
         config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=drain)

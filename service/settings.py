@@ -45,6 +45,7 @@ class Settings(BaseSettings):
     head_dtype: str = HEAD_DTYPE
     capture_path: str = "auto"
     engine_args: dict[str, Any] = Field(default_factory=dict)
+    replicas: int = Field(default=1, ge=1, le=64)
     upload_limit: int = Field(default=16 * 2**30, ge=1)
     free_space_reserve: int = Field(default=1 * 2**30, ge=0)
     idle_seconds: float = Field(default=300.0, ge=0)

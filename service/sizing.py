@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ..format_spec import CacheRequest, Code, DatasetError, TeachercacheError
+from ..format_spec import CacheRequest, Code, DatasetError, Generation, TeachercacheError
 from .errors import Unavailable
 from .teachers import Limits
 
@@ -22,13 +22,15 @@ TIMEOUT_S = 3600.0
 TOKEN_BYTES, ENTRY_BYTES, SAMPLE_BYTES = 20.0, 1.8, 1.4
 
 
-def measure(dataset: Path, limits: Limits) -> tuple[int, int]:
-    """Return the numbers of sequences and tokens of a data set.
+def measure(dataset: Path, limits: Limits, generate: Generation | None = None) -> tuple[int, int]:
+    """Return the numbers of sequences and tokens of a data set, with what may be generated.
 
     Raises:
         TeachercacheError: with the code that `plan.count` gives, or of an invalid data set when the parser crashed.
     """
     arguments = [str(dataset), str(limits.path), str(limits.vocab_size), str(limits.max_length)]
+    if generate is not None:
+        arguments.append(json.dumps(generate.to_json()))
     try:
         done = subprocess.run(
             [sys.executable, "-m", CHILD, *arguments],

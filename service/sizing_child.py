@@ -6,15 +6,16 @@ import json
 import sys
 from pathlib import Path
 
-from ..format_spec import TeachercacheError
+from ..format_spec import Generation, TeachercacheError
 from .plan import count
 from .teachers import Limits
 
 
-def main(dataset: str, path: str, vocab_size: str, max_length: str) -> None:
+def main(dataset: str, path: str, vocab_size: str, max_length: str, generate: str = "null") -> None:
     """Print the numbers of sequences and tokens, or what is wrong."""
     try:
-        sequences, positions = count(Path(dataset), Limits(Path(path), int(vocab_size), int(max_length)))
+        limits = Limits(Path(path), int(vocab_size), int(max_length))
+        sequences, positions = count(Path(dataset), limits, Generation.of(json.loads(generate)))
         answer: dict[str, int | str] = {"sequences": sequences, "positions": positions}
     except TeachercacheError as error:
         answer = {"code": error.code.wire, "detail": str(error)}

@@ -77,10 +77,10 @@ class SqliteTasks:
         with self._db.write() as db:
             _held(db, lease)
             found = db.execute(
-                "SELECT first, sequences, positions FROM task WHERE request_id = ? AND number >= 0 ORDER BY number",
-                (request_id,),
+                "SELECT first, sequences FROM task WHERE request_id = ? AND number >= 0 ORDER BY number", (request_id,)
             )
-            if [Range(*row) for row in found] != list(plan.ranges):
+            # a shard of completions has fewer positions than were planned
+            if [tuple(row) for row in found] != [(part.first, part.sequences) for part in plan.ranges]:
                 db.execute("DELETE FROM task WHERE request_id = ? AND number >= 0", (request_id,))
                 db.executemany(
                     "INSERT INTO task (request_id, number, first, sequences, positions) VALUES (?, ?, ?, ?, ?)",
@@ -90,14 +90,7 @@ class SqliteTasks:
                 "UPDATE task SET state = 'done', owner = NULL WHERE request_id = ? AND number = ?", (request_id, PLAN)
             )
             insert_blob(db, plan.tokens, "tokens")
-            update(
-                db,
-                request_id,
-                state="running",
-                tokens=plan.tokens.digest,
-                sequences=plan.sequences,
-                positions=plan.positions,
-            )
+            update(db, request_id, state="running", tokens=plan.tokens.digest, sequences=plan.sequences)
             _complete(db, request_id)
 
     def adopt_fingerprint(self, lease: Lease, fingerprint: Fingerprint) -> None:
@@ -122,18 +115,27 @@ class SqliteTasks:
         with self._db.write() as db:
             before = _held(db, lease)["positions_done"]
             db.execute(
-                "UPDATE task SET state = 'done', positions_done = positions, owner = NULL, error = NULL,"
-                " digest = ?, bytes = ?, quality = ? WHERE request_id = ? AND number = ?",
-                (descriptor.digest, descriptor.bytes, json.dumps(shard.quality), lease.request.id, lease.number),
+                "UPDATE task SET state = 'done', positions = ?1, positions_done = ?1, owner = NULL, error = NULL,"
+                " digest = ?2, bytes = ?3, quality = ?4 WHERE request_id = ?5 AND number = ?6",
+                (
+                    descriptor.positions,
+                    descriptor.digest,
+                    descriptor.bytes,
+                    json.dumps(shard.quality),
+                    lease.request.id,
+                    lease.number,
+                ),
             )
             db.execute(
                 "INSERT INTO blob VALUES (?, ?, 'shard') ON CONFLICT DO NOTHING", (descriptor.digest, descriptor.bytes)
             )
             _count(db, lease.request.id, descriptor.positions - before, tokens_per_s)
-            db.execute(
-                "INSERT INTO rate VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET tokens_per_s = excluded.tokens_per_s",
-                (spec.teacher, spec.engine, spec.dtype, tokens_per_s),
-            )
+            if spec.generate is None:
+                db.execute(
+                    "INSERT INTO rate VALUES (?, ?, ?, ?)"
+                    " ON CONFLICT DO UPDATE SET tokens_per_s = excluded.tokens_per_s",
+                    (spec.teacher, spec.engine, spec.dtype, tokens_per_s),
+                )
             write_manifest(db, lease.request.id, put)
             _complete(db, lease.request.id)
 

@@ -30,12 +30,13 @@ from ..format_spec.request import CacheRequest
 from .audit import audit_shard, check, is_audited
 from .engines import Engine, EngineDied, load_engine
 from .errors import CorruptBlob, LeaseLost, UnknownTeacher, UnsupportedTeacher
+from .generate import complete
 from .meta import PLAN, CommittedShard, Failure, Lease, Meta, RequestRow, owner_of
 from .plan import cut, make_plan, num_tokens, read_range, token_ids
 from .repair import checked_path
 from .settings import Settings
 from .sizing import estimate_bytes
-from .store import Blob, Staging, Store
+from .store import Staging, Store
 from .teachers import Teacher, read_teacher, resolve_path
 
 POLL_S = 0.2
@@ -161,7 +162,8 @@ class Worker:
         teacher = self._teacher(lease.request)
         progress = self._progress(lease)
         dataset = checked_path(spec.data, self._store, self._meta)
-        self._meta.commit_plan(lease, make_plan(dataset, teacher.limits, spec.shard_positions, self._store, progress))
+        plan = make_plan(dataset, teacher.limits, spec.shard_positions, self._store, progress, spec.generate)
+        self._meta.commit_plan(lease, plan)
 
     def _score(self, lease: Lease) -> None:
         spec, part = lease.request.spec, lease.range
@@ -183,7 +185,10 @@ class Worker:
             progress, tally = self._progress(lease), QualityTally()
             header = ShardMetadata(fingerprint, spec.k, spec.tail_samples, spec.profile)
             writer = ShardWriter(cast(BinaryIO, staging), header)
-            for sequence in score_in_order(engine, read_range(tokens, part), spec, progress):
+            examples = read_range(tokens, part)
+            if spec.generate is not None:
+                examples = complete(engine, examples, part.first, spec, progress)
+            for sequence in score_in_order(engine, examples, spec, progress):
                 writer.add(sequence)
                 tally.add(sequence.rows)
             if is_audited(lease.number):
@@ -191,7 +196,7 @@ class Worker:
                 with closing(Shard.open(staging.written())) as shard:
                     tally.audit = audit_shard(shard, engine, progress)
                 check(tally.audit)
-                self._commit(lease, staging, tally, progress)
+                self._commit(lease, staging, writer.num_positions, tally, progress)
                 return
             # the teacher goes on while this shard is encoded; one at a time, as each is held in memory
             self._wait()
@@ -200,13 +205,14 @@ class Worker:
         def finish(lease: Lease) -> None:
             with held:
                 writer.finish()
-                self._commit(lease, staging, tally, progress)
+                self._commit(lease, staging, writer.num_positions, tally, progress)
 
         self._finishing = self._finisher.submit(self._guard, lease, finish)
 
-    def _commit(self, lease: Lease, staging: Staging, tally: QualityTally, progress: Progress) -> None:
-        blob = staging.commit()
-        committed = CommittedShard(_descriptor(lease, blob), tally.to_json())
+    def _commit(self, lease: Lease, staging: Staging, positions: int, tally: QualityTally, progress: Progress) -> None:
+        blob, part = staging.commit(), lease.range
+        descriptor = ShardDescriptor(blob.digest, blob.bytes, part.first, part.sequences, positions)
+        committed = CommittedShard(descriptor, tally.to_json())
         self._meta.commit_shard(lease, committed, progress.tokens_per_s, self._store.put)
 
     def _progress(self, lease: Lease) -> Progress:
@@ -281,8 +287,3 @@ def _check_promise(spec: CacheRequest, teacher: Teacher, fingerprint: Fingerprin
 
 def _what(lease: Lease) -> str:
     return "plan" if lease.number == PLAN else f"range {lease.number}"
-
-
-def _descriptor(lease: Lease, blob: Blob) -> ShardDescriptor:
-    part = lease.range
-    return ShardDescriptor(blob.digest, blob.bytes, part.first, part.sequences, part.positions)

@@ -15,6 +15,7 @@ from teachercache.format_spec import (
     CacheRequest,
     Example,
     Fingerprint,
+    Generation,
     Manifest,
     Rows,
     Submission,
@@ -66,6 +67,15 @@ class FakeEngine:
             self.before_row()
             self.scored.append(len(sequences[index]))
             yield index, fake_rows(sequences[index], k)
+
+    def generate(
+        self, prompts: Sequence[npt.NDArray[np.integer[Any]]], settings: Generation, seeds: Sequence[int]
+    ) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """Yield completions of 1 to `max_tokens` tokens that tell their seed, the last prompt's first."""
+        for index in reversed(range(len(prompts))):
+            self.before_row()
+            length = 1 + seeds[index] % settings.room(len(prompts[index]), MAX_LENGTH)
+            yield index, np.full(length, seeds[index] % VOCAB_SIZE)
 
     def close(self) -> None:
         """Nothing was opened."""

@@ -19,6 +19,7 @@ from teachercache.format_spec import (
     DatasetError,
     Example,
     FormatError,
+    Generation,
     Manifest,
     ManifestError,
     QualityTally,
@@ -78,6 +79,45 @@ def test_submission_resolves_to_the_same_request_however_it_is_written() -> None
     assert plain.tail_samples == 0
 
 
+def test_generation_has_one_form() -> None:
+    """A request that only scores has no key of it, or every id would have changed."""
+    asked = request(generate={"max_tokens": 64, "temperature": 0.70, "top_p": "1.0"})
+    assert asked.to_json()["generate"] == {"max_tokens": 64, "temperature": "0.7", "top_p": "1"}
+    assert asked.id == request(generate=Generation(64, "0.7")).id != request(generate=Generation(64)).id
+    assert CacheRequest.from_json(json.loads(asked.canonical())) == asked
+    assert "generate" not in request().to_json()
+    for wrong in (None, {"max_tokens": 64}, {"max_tokens": 64, "temperature": "0.70", "top_p": "1"}):
+        with pytest.raises(RequestError, match="canonical form"):
+            CacheRequest.from_json(request().to_json() | {"generate": wrong})
+
+
+@pytest.mark.parametrize(
+    ("generate", "message"),
+    [
+        ({}, "lacks max_tokens"),
+        ({"max_tokens": 0}, "from 1 to 1048576, not 0"),
+        ({"max_tokens": True}, "not True"),
+        ({"max_tokens": 9, "n": 2}, r"unknown keys \['n'\]"),
+        ({"max_tokens": 9, "temperature": -1}, "temperature must be a decimal from 0 to 100"),
+        ({"max_tokens": 9, "temperature": "100.5"}, "temperature must be a decimal from 0 to 100"),
+        ({"max_tokens": 9, "top_p": "1e-1"}, "top_p must be a decimal above 0 to 1"),
+        ({"max_tokens": 9, "top_p": 0}, "top_p must be a decimal above 0 to 1"),
+        ({"max_tokens": 9, "top_p": 1.5}, "top_p must be a decimal above 0 to 1"),
+        (5, "not int"),
+    ],
+)
+def test_generation_that_cannot_be_is_refused(generate: object, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        Submission("t", DATA, generate=generate)  # type: ignore[arg-type]
+
+
+def test_an_engine_that_cannot_generate_is_not_asked_to() -> None:
+    served = {"teacher": fingerprint().teacher, "vocab_size": 1000, "engine": "openai", "dtype": "float32"}
+    asked = Submission("name", DATA, generate=Generation(9))
+    with pytest.raises(RequestError, match="cannot generate"):
+        asked.resolve(**served, head_dtype="unknown", draws_tail_samples=False, generates=False)
+
+
 FREE_FIELDS = {field.name for field in dataclasses.fields(CacheRequest)} - {"spec_version"}
 
 
@@ -89,6 +129,8 @@ def test_every_field_changes_the_id(name: str) -> None:
         if name == "profile"
         else "0.5"
         if name == "min_prob"
+        else Generation(5)
+        if name == "generate"
         else value + 1
         if isinstance(value, int)
         else digest_bytes(b"other")

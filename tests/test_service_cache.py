@@ -185,11 +185,15 @@ def test_text_is_tokenised_by_the_teacher(server: TinyServer, tmp_path: Path, ti
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_teacher)
-    chat = [{"role": "user", "content": "hello"}]
+    chat = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yo"}]
     example = Example(text="hello you") if kind == "text" else Example(messages=chat)
     view = server.complete(server.upload(write_examples(tmp_path / "x.parquet", [example])), k=2)
     (sequence,) = server.sequences(server.manifest(view["id"]))
-    assert tokenizer.decode(sequence.input_ids_L) == ("hello you" if kind == "text" else "user:hello<end>")
+    if kind == "text":
+        assert tokenizer.decode(sequence.input_ids_L) == "hello you" and sequence.loss_mask_L is None
+        return
+    assert tokenizer.decode(sequence.input_ids_L) == "user:hello<end>assistant:yo<end>"
+    assert tokenizer.decode(sequence.input_ids_L[sequence.loss_mask_L]) == "assistant:yo<end>"
 
 
 def test_a_damaged_shard_is_never_served_and_is_made_again(server: TinyServer, data: str) -> None:

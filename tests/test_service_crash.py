@@ -14,8 +14,9 @@ from tiny_server import TinyServer, random_examples, runs, tiny_teacher, wait_fo
 
 from teachercache.format_spec import Manifest
 from teachercache.service.meta import owner_of
+from teachercache.service.replica import describe_exit
 from teachercache.service.sqlite_meta import SqliteMeta
-from teachercache.service.supervisor import Supervisor, describe_exit
+from teachercache.service.supervisor import Supervisor
 
 __all__ = ["tiny_teacher"]
 

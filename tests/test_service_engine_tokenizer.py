@@ -16,11 +16,11 @@ from teachercache.service.engines.errors import UntokenizableExample
 from teachercache.service.engines.tokenizer import Tokenizer
 from teachercache.service.errors import UnsupportedTeacher
 
-WORDS = ["<s>", "<unk>", "a", "b", "c", "user"]
+WORDS = ["<s>", "<unk>", "a", "b", "c", "user", "assistant"]
 TEMPLATE = (
     "{% for m in messages %}<s> {{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
 )
-CONVERSATION = [{"role": "user", "content": "a b"}, {"role": "user", "content": "c"}]
+CONVERSATION = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
 
 
 def save_tokenizer(folder: Path, template: str | None) -> Path:
@@ -34,14 +34,21 @@ def save_tokenizer(folder: Path, template: str | None) -> Path:
     return folder
 
 
+def ids_of(example: Example) -> list[int]:
+    """Return the token ids of what was encoded."""
+    assert example.input_ids is not None
+    return [int(token) for token in example.input_ids]
+
+
 def test_text_gets_the_special_tokens_that_the_tokenizer_adds(tmp_path: Path) -> None:
-    ids = Tokenizer(save_tokenizer(tmp_path, None)).encode(Example(text="b a zzz"))
-    assert (ids.tolist(), ids.dtype) == ([0, 3, 2, 1], np.int32)
+    encoded = Tokenizer(save_tokenizer(tmp_path, None)).encode(Example(text="b a zzz"))
+    assert ids_of(encoded) == [0, 3, 2, 1] and encoded.loss_mask is None
 
 
 def test_messages_go_through_the_template_and_nothing_is_added(tmp_path: Path) -> None:
-    ids = Tokenizer(save_tokenizer(tmp_path, TEMPLATE)).encode(Example(messages=CONVERSATION))
-    assert (ids.tolist(), ids.dtype) == ([0, 5, 2, 3, 0, 5, 4], np.int32)
+    tokenizer = Tokenizer(save_tokenizer(tmp_path, TEMPLATE))
+    assert ids_of(tokenizer.encode(Example(messages=CONVERSATION))) == [0, 5, 2, 3, 0, 6, 4]
+    assert ids_of(tokenizer.encode(Example(messages=CONVERSATION[:1]), as_prompt=True)) == [0, 5, 2, 3, 0]
 
 
 def test_messages_without_a_template_are_refused(tmp_path: Path) -> None:
@@ -71,7 +78,7 @@ def test_the_template_runs_in_a_sandbox(tmp_path: Path) -> None:
 @pytest.mark.parametrize("example", [Example(text=""), Example(messages=[])])
 def test_what_has_no_row_is_refused(example: Example, tmp_path: Path) -> None:
     tokenizer = Tokenizer(save_tokenizer(tmp_path, TEMPLATE))
-    with pytest.raises(UntokenizableExample, match=r"becomes [01] tokens, at least 2 are needed") as caught:
+    with pytest.raises(UntokenizableExample, match=r"becomes [01] tokens, at least 2 needed") as caught:
         tokenizer.encode(example)
     assert caught.value.code is Code.SEQUENCE_TOO_SHORT
 
@@ -97,13 +104,55 @@ def test_code_in_the_teachers_folder_is_never_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([("user", "Hi"), ("assistant", "Yes.")], ["Yes.<|im_end|>"]),
+        ([("system", "Yes."), ("user", "Yes."), ("assistant", " Yes. ")], ["Yes. <|im_end|>"]),
+        ([("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "2")], ["2<|im_end|>", "2<|im_end|>"]),
+        ([("user", "1"), ("assistant", ""), ("user", "3")], ["<|im_end|>"]),
+        ([("assistant", "Hello"), ("user", "3")], ["Hello<|im_end|>"]),
+    ],
+)
+def test_the_loss_mask_is_what_assistants_say(
+    teacher_dir: Path, messages: list[tuple[str, str]], said: list[str]
+) -> None:
+    plain = tokenizers.Tokenizer.from_file(str(teacher_dir / "tokenizer.json"))
+    chat = [{"role": role, "content": content} for role, content in messages]
+    encoded = Tokenizer(teacher_dir).encode(Example(messages=chat))
+    assert encoded.loss_mask is not None
+    runs: list[list[int]] = []
+    for place, (token, mine) in enumerate(zip(ids_of(encoded), encoded.loss_mask, strict=True)):
+        if mine and (place == 0 or not encoded.loss_mask[place - 1]):
+            runs.append([])
+        if mine:
+            runs[-1].append(token)
+    assert [plain.decode(run, skip_special_tokens=False).strip() for run in runs] == said
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        # a template that writes earlier turns otherwise once there are later ones
+        ("{{ messages | length }} {% for m in messages %}{{ m.content }} {% endfor %}", CONVERSATION, "message 1"),
+        ("{% for m in messages %}{{ m.content | upper }} {% endfor %}", CONVERSATION, "cannot be told from"),
+        (TEMPLATE, CONVERSATION[:1], "no message of an assistant"),
+    ],
+)
+def test_a_conversation_without_a_clear_answer_is_refused(
+    tmp_path: Path, template: str, messages: list[dict[str, str]], message: str
+) -> None:
+    tokenizer = Tokenizer(save_tokenizer(tmp_path, template))
+    with pytest.raises(UntokenizableExample, match=message):
+        tokenizer.encode(Example(messages=messages))
+
+
 def test_the_real_teachers_text_and_conversation(teacher_dir: Path) -> None:
     tokenizer = Tokenizer(teacher_dir)
     plain = tokenizers.Tokenizer.from_file(str(teacher_dir / "tokenizer.json"))
     text = "In 1969, def f(x):\n    return 'na\u00efve'"
-    assert tokenizer.encode(Example(text=text)).tolist() == plain.encode(text).ids
-    ids = tokenizer.encode(
-        Example(messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
-    )
-    rendered = plain.decode(ids.tolist(), skip_special_tokens=False)
-    assert rendered == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    assert ids_of(tokenizer.encode(Example(text=text))) == plain.encode(text).ids
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    rendered = plain.decode(ids_of(tokenizer.encode(Example(messages=chat), as_prompt=True)), skip_special_tokens=False)
+    system, user, prompt = rendered.split("<|im_start|>")[1:]
+    assert (system, user, prompt) == ("system\nBe brief.<|im_end|>\n", "user\nHi<|im_end|>\n", "assistant\n")

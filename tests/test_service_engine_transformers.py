@@ -24,6 +24,7 @@ from teachercache.service.engines import transformers as engine_module
 from teachercache.service.engines.tokenizer import Tokenizer
 from teachercache.service.engines.transformers import TransformersEngine
 from teachercache.service.errors import UnsupportedTeacher
+from teachercache.service.plan import token_ids
 
 SEED = 11
 KINDS = ["llama", "gpt2", "softcapped", "scaled"]
@@ -49,7 +50,7 @@ def real(teacher_dir: Path) -> TransformersEngine:
 @pytest.fixture(scope="module")
 def real_ids(teacher_dir: Path) -> np.ndarray:
     """250 tokens of Python's own documentation."""
-    return Tokenizer(teacher_dir).encode(Example(text=pydoc.plain(pydoc.render_doc(json))))[:250]
+    return token_ids(Tokenizer(teacher_dir).encode(Example(text=pydoc.plain(pydoc.render_doc(json)))))[:250]
 
 
 def sequences(lengths: list[int], vocab_size: int = 97) -> list[np.ndarray]:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tiny_server import children, runs, wait_for
 
-from teachercache.format_spec import Rows
+from teachercache.format_spec import Example, Generation, Rows
 from teachercache.service.engines import (
     Engine,
     EngineDied,
@@ -180,6 +180,36 @@ def test_a_hook_that_fails_fails_the_request_and_not_vllm(engine: Any, sequences
     assert len(dict(engine.score(sequences[:3], **ASKED))) == 3
 
 
+def test_completions_are_those_of_transformers(engine: Engine, reference: Engine, sequences: list[Ids]) -> None:
+    """Greedy ones but for ties; drawn ones repeat with their seed."""
+    prompts = [ids[:length] for ids in sequences[5:] for length in (4, 40)]
+    ours, theirs = (dict(each.generate(prompts, Generation(8, 0), [0] * len(prompts))) for each in (engine, reference))
+    assert list(ours) == list(range(len(prompts)))
+    same = [ours[index].tolist() == theirs[index].tolist() for index in ours]
+    assert sum(same) >= len(same) - 1
+    first, second, other = (
+        dict(engine.generate(prompts, Generation(8), [seed + index for index in range(len(prompts))]))
+        for seed in (5, 5, 99)
+    )
+    assert sum(first[index].tolist() == second[index].tolist() for index in first) >= len(prompts) - 1
+    assert any(first[index].tolist() != other[index].tolist() for index in first)
+    # the longest has room for what vLLM's context leaves
+    longest = sequences[8][:-1]
+    ((_, said),) = engine.generate([longest], Generation(50), [1])
+    assert len(said) == 1
+
+
+def test_a_completion_ends_with_the_teachers_end_token(engine: Engine, teacher_dir: Path) -> None:
+    from teachercache.service.engines.stop_ids import stop_ids
+    from teachercache.service.engines.tokenizer import Tokenizer
+
+    chat = [{"role": "user", "content": "Say only the word yes."}]
+    prompt = Tokenizer(teacher_dir).encode(Example(messages=chat), as_prompt=True).input_ids
+    assert prompt is not None
+    ((_, said),) = engine.generate([prompt], Generation(200, 0), [0])
+    assert len(said) < 200 and int(said[-1]) in stop_ids(teacher_dir)
+
+
 def test_what_cannot_be_scored_is_refused_before(engine: Engine, sequences: list[Ids]) -> None:
     long = np.zeros(ARGS["max_model_len"] + 1, np.int32)
     for wrong in (sequences[0][:1], long, np.array([0, engine.vocab_size])):
@@ -234,6 +264,12 @@ def test_vllm_ends_with_the_process_that_started_it(teacher_dir: Path, tmp_path:
     owner.wait()
     owner.stdout.close()
     wait_for(lambda: None if any(runs(pid) for pid in started) else True)
+
+
+def test_memory_that_is_not_there_may_be_there_later(teacher_dir: Path) -> None:
+    """What is refused for good is a teacher; a start that fails is tried again."""
+    with pytest.raises(EngineDied, match="did not start"):
+        load_engine("vllm", teacher_dir, engine_args={"num_gpu_blocks_override": 1, "max_model_len": 8192})
 
 
 def test_a_killed_engine_is_told_and_another_goes_on(teacher_dir: Path, sequences: list[Ids]) -> None:

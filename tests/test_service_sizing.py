@@ -13,6 +13,7 @@ from test_format_values import request
 from teachercache.format_spec import Example, ScoredSequence, Shard, ShardMetadata, ShardWriter
 from teachercache.service.engines.tokenizer import Tokenizer
 from teachercache.service.engines.transformers import TransformersEngine
+from teachercache.service.plan import token_ids
 from teachercache.service.sizing import estimate_bytes
 
 DIGEST = "sha256:" + "0" * 64
@@ -26,7 +27,8 @@ def engine(teacher_dir: Path) -> TransformersEngine:
 @pytest.fixture(scope="module")
 def ids(teacher_dir: Path) -> np.ndarray:
     """1024 tokens of Python's own documentation."""
-    return Tokenizer(teacher_dir).encode(Example(text=pydoc.plain(pydoc.render_doc("argparse"))))[:1024]
+    text = pydoc.plain(pydoc.render_doc("argparse"))
+    return token_ids(Tokenizer(teacher_dir).encode(Example(text=text)))[:1024]
 
 
 @pytest.mark.parametrize(

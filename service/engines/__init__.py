@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ...format_spec import Fingerprint, Rows
+from ...format_spec import Fingerprint, Generation, Rows
 from ..errors import MissingExtra
 from .errors import EngineDied, EngineError, InvalidSetting, UnknownEngine, UnscorableSequence, UntokenizableExample
 
@@ -64,6 +64,19 @@ class Engine(Protocol):
             InvalidSetting: `k` is outside 1 .. `vocab_size`, `tail_samples` cannot be drawn, or `min_prob` is no
                 probability.
             EngineDied: processes of the engine's own ended or hang; it is of no more use.
+        """
+
+    def generate(
+        self, prompts: Sequence[npt.NDArray[np.integer[Any]]], settings: Generation, seeds: Sequence[int]
+    ) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """Yield each prompt's number in `prompts` and the token ids of its completion, at least one, as they are done.
+
+        A completion ends with an end-of-sequence token of the teacher, or where `settings` or `max_length` end it.
+        What is drawn for a prompt depends on its seed, but for rounding.
+
+        Raises:
+            InvalidSetting: the engine scores what it is given, and does not generate.
+            EngineDied: processes of the engine's own ended or hang.
         """
 
     def close(self) -> None:

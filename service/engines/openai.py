@@ -15,8 +15,9 @@ from typing import Any
 
 import httpx
 import numpy as np
+import numpy.typing as npt
 
-from ...format_spec import Code, Fingerprint, Rows
+from ...format_spec import Code, Fingerprint, Generation, Rows
 from ..teachers import read_config
 from .errors import EngineDied, EngineError, InvalidSetting
 from .plain_rows import plain_rows
@@ -99,6 +100,12 @@ class OpenAIEngine:
             raise InvalidSetting(f"min_prob {min_prob} is outside 0 .. 1")
         check_sequences(sequences, num_embeddings=self.vocab_size, max_length=self.max_length)
         return self._score(sequences, k, min_prob)
+
+    def generate(
+        self, prompts: Sequence[Ids], settings: Generation, seeds: Sequence[int]
+    ) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """Refuse: which tokens a server generates, its answer does not tell for sure."""
+        raise InvalidSetting("engine 'openai' scores what it is given, and does not generate")
 
     def close(self) -> None:
         """End the connections."""

@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ...format_spec import Code, Fingerprint, Rows, content_key, tail_uniforms
+from ...format_spec import Code, Fingerprint, Generation, Rows, content_key, tail_uniforms
 from ...format_spec.constants import MAX_SEQUENCE_POSITIONS
 from ..errors import UnsupportedTeacher
 from .capture import capture
 from .errors import EngineError, InvalidSetting
 from .head import separate_head
 from .sequences import BATCHING_VERSION, Ids, check_sequences, pad_batch, plan_batches
+from .stop_ids import stop_ids
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # a CPU shows progress every few seconds; a GPU wants more work at a time
@@ -67,7 +69,10 @@ class TransformersEngine:
         self._device = _device(device)
         self._dtype = dtype
         self._max_batch_tokens = max_batch_tokens or MAX_BATCH_TOKENS[self._device.type]
+        self._path = Path(path)
         self._model = _load(path, DTYPES[dtype]).to(self._device).eval()
+        # what a teacher's folder says of sampling must not enter; settings come with the request
+        self._model.generation_config = transformers.GenerationConfig()
         limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         self.max_length = int(limit or MAX_SEQUENCE_POSITIONS)
         self._num_embeddings = int(self._model.get_input_embeddings().num_embeddings)
@@ -110,6 +115,30 @@ class TransformersEngine:
             raise InvalidSetting(f"min_prob {min_prob} is outside 0 .. 1")
         check_sequences(sequences, num_embeddings=self._num_embeddings, max_length=self.max_length)
         return self._score(sequences, partial(capture, k=k, tail_samples=tail_samples, min_prob=min_prob), seed)
+
+    def generate(
+        self, prompts: Sequence[Ids], settings: Generation, seeds: Sequence[int]
+    ) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """Yield each prompt's number and completion, one after the other; see `Engine.generate`."""
+        stop = stop_ids(self._path) or None
+        temperature = float(settings.temperature)
+        drawing = {"temperature": temperature, "top_p": float(settings.top_p), "top_k": 0} if temperature else {}
+        for index, (ids, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            config = transformers.GenerationConfig(
+                max_new_tokens=settings.room(len(ids), self.max_length),
+                do_sample=bool(temperature),
+                eos_token_id=stop,
+                pad_token_id=stop[0] if stop else 0,
+                **drawing,
+            )
+            prompt_BL = torch.from_numpy(np.asarray(ids, np.int64))[None].to(self._device)
+            devices = [self._device] if self._device.type == "cuda" else []
+            with torch.inference_mode(), torch.random.fork_rng(devices):
+                torch.manual_seed(seed)
+                whole_BL = self._model.generate(
+                    prompt_BL, attention_mask=torch.ones_like(prompt_BL), generation_config=config
+                )
+            yield index, whole_BL[0, len(ids) :].cpu().numpy()
 
     def close(self) -> None:
         """Nothing runs beside the process itself."""

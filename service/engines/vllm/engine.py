@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import multiprocessing
 import os
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
+import psutil
 import torch
 import vllm
+from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from ....format_spec import Code, Fingerprint, Rows
+from ....format_spec import Code, Fingerprint, Generation, Rows
 from ...errors import UnsupportedTeacher
 from ..errors import EngineDied, EngineError, InvalidSetting
 from ..sequences import Ids, check_sequences
+from ..stop_ids import stop_ids
 from .front import FlatPath, HookPath, Wanted, keep_arrays
 from .options import arguments, set_environment
 
@@ -33,6 +40,7 @@ PATHS = {"hook": HookPath, "flat": FlatPath}
 STEPS_IN_FLIGHT = 6
 # a start loads weights and compiles; a sequence waits for those before it
 START_SECONDS, STALL_SECONDS = 3600.0, 600.0
+CLOSE_SECONDS, KILL_SECONDS = 60.0, 10.0
 PROBE_TOKENS = 24
 PROBE_K = 8
 # the two paths differ by float32 sums in another order
@@ -53,7 +61,8 @@ class VllmEngine:
 
     Raises:
         InvalidSetting: an unknown dtype or path, or a setting that is not the user's.
-        UnsupportedTeacher: vLLM does not load it.
+        UnsupportedTeacher: vLLM does not run it.
+        EngineDied: vLLM did not start, perhaps for want of memory.
     """
 
     name = "vllm"
@@ -75,19 +84,24 @@ class VllmEngine:
         if capture_path not in ("auto", *PATHS):
             raise InvalidSetting(f"capture_path {capture_path!r} is not one of {['auto', *PATHS]}")
         self._dtype, self._head_dtype, self._given = dtype, head_dtype, dict(engine_args or {})
-        self._stall_seconds = stall_seconds
+        self._stall_seconds, self._model_path = stall_seconds, Path(path)
         self._on_gpu = torch.cuda.is_available()
         args = arguments(path, dtype=dtype, head_dtype=head_dtype, given=self._given, on_gpu=self._on_gpu)
         set_environment(on_gpu=self._on_gpu)
         keep_arrays()
+        self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
         self._llm: Any = None
+        self._processes: list[psutil.Process] = []
         self._number = 0
-        begin = time.monotonic()
+        begin, before = time.monotonic(), set(multiprocessing.active_children())
         try:
-            self._llm = self._run(self._start(args), START_SECONDS)
+            try:
+                self._llm = self._run(_start(args), START_SECONDS)
+            finally:
+                self._processes = _started_since(before)
             _log.info("vLLM %s has loaded %s in %.0f s", vllm.__version__, path, time.monotonic() - begin)
             self._read_config()
             self._found = self._install()
@@ -140,16 +154,53 @@ class VllmEngine:
         if not 0 <= min_prob <= 1:
             raise InvalidSetting(f"min_prob {min_prob} is outside 0 .. 1")
         check_sequences(sequences, num_embeddings=self.vocab_size, max_length=self.max_length)
-        return self._score(sequences, Wanted(k, tail_samples, seed, min_prob))
+        wanted = Wanted(k, tail_samples, seed, min_prob)
+        order = sorted(range(len(sequences)), key=lambda index: len(sequences[index]))
+        return self._each(
+            [(index, len(sequences[index])) for index in order],
+            STEPS_IN_FLIGHT * self._batched_tokens,
+            lambda index: self._one(self._path, sequences[index], wanted),
+        )
+
+    def generate(
+        self, prompts: Sequence[Ids], settings: Generation, seeds: Sequence[int]
+    ) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """Yield each prompt's number and completion, in the order given; see `Engine.generate`."""
+        stop = stop_ids(self._model_path)
+
+        def work(index: int) -> Coroutine[Any, Any, npt.NDArray[np.int64]]:
+            params = SamplingParams(
+                max_tokens=settings.room(len(prompts[index]), self.max_length),
+                temperature=float(settings.temperature),
+                top_p=float(settings.top_p),
+                seed=seeds[index],
+                stop_token_ids=stop,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            return self._completion(prompts[index], params)
+
+        # some wait while others are generated, so that a step is full
+        return self._each([(index, 1) for index in range(len(prompts))], 2 * self._max_sequences, work)
 
     def close(self) -> None:
-        """End vLLM's processes; does nothing twice."""
-        if self._loop.is_closed():
+        """End vLLM's processes, by force where they do not end; does nothing twice."""
+        if self._closed:
             return
-        self._submit(self._end()).result()
+        self._closed = True
+        try:
+            self._submit(self._end()).result(CLOSE_SECONDS)
+        except TimeoutError:
+            _log.warning("vLLM does not end in %.0f s: killing it", CLOSE_SECONDS)
+        # also what a killed engine left running, which holds the memory that the next one needs
+        for process in self._processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(self._processes, KILL_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.join(KILL_SECONDS)
+        if not self._thread.is_alive():
+            self._loop.close()
 
     async def _end(self) -> None:
         """On the loop, as what is shut down has tasks there."""
@@ -160,21 +211,13 @@ class VllmEngine:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _start(self, args: dict[str, Any]) -> Any:
-        """vLLM starts tasks of its own on the loop that it is made on."""
-        try:
-            return AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
-        except TypeError as error:
-            raise InvalidSetting(f"vLLM {vllm.__version__} does not take these settings: {error}") from error
-        except (ValueError, OSError, RuntimeError) as error:
-            raise UnsupportedTeacher(f"vLLM cannot run this teacher: {str(error).strip()[:500]}") from error
-
     def _read_config(self) -> None:
         config = self._llm.vllm_config
         self.vocab_size = int(config.model_config.get_vocab_size())
         # the last token of a sequence is not sent, and vLLM wants room for one more than it gets
         self.max_length = int(config.model_config.max_model_len)
         self._batched_tokens = int(config.scheduler_config.max_num_batched_tokens)
+        self._max_sequences = int(config.scheduler_config.max_num_seqs)
 
     def _install(self) -> dict[str, Any]:
         """Return what the worker that answers says of itself."""
@@ -184,7 +227,7 @@ class VllmEngine:
         except Exception as error:
             if isinstance(error, EngineDied):
                 raise
-            raise UnsupportedTeacher(f"vLLM's worker takes no hook: {str(error).strip()[:500]}") from error
+            raise UnsupportedTeacher(f"vLLM's worker takes no hook: {_said(error)}") from error
         return found[-1]
 
     def _choose(self, capture_path: str) -> HookPath | FlatPath:
@@ -225,32 +268,43 @@ class VllmEngine:
         }
         return " ".join(f"{name}={value}" for name, value in facts.items())
 
-    def _score(self, sequences: Sequence[Ids], wanted: Wanted) -> Iterator[tuple[int, Rows]]:
-        waiting = deque(sorted(range(len(sequences)), key=lambda index: len(sequences[index])))
-        sent: deque[tuple[int, Future[Rows]]] = deque()
-        room = STEPS_IN_FLIGHT * self._batched_tokens
+    def _each(
+        self, jobs: Sequence[tuple[int, int]], room: int, work: Callable[[int], Coroutine[Any, Any, T]]
+    ) -> Iterator[tuple[int, T]]:
+        """Yield the number of each job, given as (number, size), and what its work returns, in the order of the jobs.
+
+        Jobs of at most `room` are under way, and one at the least.
+        """
+        waiting = deque(jobs)
+        sent: deque[tuple[int, int, Future[T]]] = deque()
         try:
             while waiting or sent:
                 # nothing is sent while the rows that are there are not taken
-                while waiting and (not sent or room >= len(sequences[waiting[0]])):
-                    index = waiting.popleft()
-                    room -= len(sequences[index])
-                    sent.append((index, self._submit(self._one(self._path, sequences[index], wanted))))
-                index, future = sent[0]
-                rows = self._result(future, self._stall_seconds)
+                while waiting and (not sent or room >= waiting[0][1]):
+                    index, size = waiting.popleft()
+                    room -= size
+                    sent.append((index, size, self._submit(work(index))))
+                index, size, future = sent[0]
+                done = self._result(future, self._stall_seconds)
                 sent.popleft()
-                room += len(sequences[index])
-                yield index, rows
+                room += size
+                yield index, done
         finally:
-            for _, future in sent:
+            for _, _, future in sent:
                 future.cancel()
 
     async def _one(self, path: HookPath | FlatPath, ids: Ids, wanted: Wanted) -> Rows:
+        return path.rows(await self._answer(path.prompt(ids), path.params(ids, wanted)), ids, wanted)
+
+    async def _completion(self, ids: Ids, params: SamplingParams) -> npt.NDArray[np.int64]:
+        answer = await self._answer(ids.tolist(), params)
+        return np.asarray(answer.outputs[0].token_ids, np.int64)
+
+    async def _answer(self, ids: list[int], params: SamplingParams) -> Any:
         self._number += 1
-        prompt = {"prompt_token_ids": path.prompt(ids)}
         output = None
         try:
-            async for answer in self._llm.generate(prompt, path.params(ids, wanted), str(self._number)):
+            async for answer in self._llm.generate({"prompt_token_ids": ids}, params, str(self._number)):
                 output = answer
         except EngineDeadError as error:
             raise EngineDied(f"vLLM's engine ended: {error}") from error
@@ -258,7 +312,7 @@ class VllmEngine:
             raise EngineError(f"vLLM refused a sequence of {len(ids)} tokens: {error}") from error
         if output is None or not output.finished:
             raise EngineError(f"vLLM gave no answer for a sequence of {len(ids)} tokens")
-        return path.rows(output, ids, wanted)
+        return output
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -272,3 +326,34 @@ class VllmEngine:
         except TimeoutError as error:
             future.cancel()
             raise EngineDied(f"vLLM gave nothing for {seconds:.0f} s") from error
+
+
+async def _start(args: dict[str, Any]) -> Any:
+    """vLLM starts tasks of its own on the loop that it is made on."""
+    try:
+        engine_args = AsyncEngineArgs(**args)
+    except TypeError as error:
+        raise InvalidSetting(f"vLLM {vllm.__version__} does not take these settings: {error}") from error
+    try:
+        config = engine_args.create_engine_config()
+    except (ValueError, NotImplementedError, OSError) as error:
+        raise UnsupportedTeacher(f"vLLM cannot run this teacher: {_said(error)}") from error
+    try:
+        return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+    # what it is, only the log of vLLM's own process says; memory that another program has taken may come back
+    except Exception as error:
+        raise EngineDied(f"vLLM did not start: {_said(error)}") from error
+
+
+def _started_since(before: set[Any]) -> list[psutil.Process]:
+    """Return the children of this process that were not there before, and theirs, which may outlive them."""
+    found: list[psutil.Process] = []
+    for child in set(multiprocessing.active_children()) - before:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(child.pid)
+            found += [process, *process.children(recursive=True)]
+    return found
+
+
+def _said(error: BaseException) -> str:
+    return str(error).strip()[:500] or type(error).__name__

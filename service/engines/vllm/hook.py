@@ -99,14 +99,14 @@ class Capture:
         uniforms_P = np.concatenate(parts)
         blocks, error = [], None
         for places_B, done in zip(places_P.split(self._block), range(0, len(uniforms_P), self._block), strict=True):
-            # every rank has a part in this, whatever becomes of the rows
-            logits_BV = self._logits_of(hidden_TD[places_B])
-            if not self._answers or error:
-                continue
             try:
-                blocks.append(_captured(logits_BV, uniforms_P[done : done + len(places_B)], pieces[0].asked.settings))
+                # every rank has a part in this, whatever has become of the rows
+                logits_BV = self._logits_of(hidden_TD[places_B])
+                if self._answers and error is None:
+                    uniforms_B = uniforms_P[done : done + len(places_B)]
+                    blocks.append(_captured(logits_BV, uniforms_B, pieces[0].asked.settings))
             except Exception as failure:  # it would end vLLM; the request that asked is told instead
-                error = f"{type(failure).__name__}: {failure}"
+                error = error or f"{type(failure).__name__}: {failure}"
         if error or not self._answers:
             for piece in pieces:
                 piece.asked.error = error

@@ -29,7 +29,18 @@ HELD = {
     "worker_extension_cls": "rows are captured by one of ours",
     "generation_config": "a teacher's own sampling settings must not enter",
     "runner": "a teacher generates",
+    "data_parallel_size": "a worker runs one teacher; ask for --replicas",
 }
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        return os.cpu_count() or 1
+
+
 # a step of a CPU takes seconds
 CPU_DEFAULTS = {"enforce_eager": True, "max_num_batched_tokens": 2048, "max_num_seqs": 64}
 # vLLM does not see what capture needs when it measures memory
@@ -38,6 +49,8 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    # vLLM would compute with one thread
+    "OMP_NUM_THREADS": str(num_cores()),
 }
 # a process that has asked for GPUs, or has threads, does not fork well
 ENVIRONMENT = {
