@@ -190,7 +190,7 @@ def test_text_is_tokenised_by_the_teacher(server: TinyServer, tmp_path: Path, ti
     view = server.complete(server.upload(write_examples(tmp_path / "x.parquet", [example])), k=2)
     (sequence,) = server.sequences(server.manifest(view["id"]))
     if kind == "text":
-        assert tokenizer.decode(sequence.input_ids_L) == "hello you" and sequence.loss_mask_L is None
+        assert tokenizer.decode(sequence.input_ids_L) == "hello you" and sequence.loss_mask_L.all()
         return
     assert tokenizer.decode(sequence.input_ids_L) == "user:hello<end>assistant:yo<end>"
     assert tokenizer.decode(sequence.input_ids_L[sequence.loss_mask_L]) == "assistant:yo<end>"
