@@ -181,18 +181,14 @@ def test_a_hook_that_fails_fails_the_request_and_not_vllm(engine: Any, sequences
 
 
 def test_completions_are_those_of_transformers(engine: Engine, reference: Engine, sequences: list[Ids]) -> None:
-    """Greedy ones but for ties; drawn ones repeat with their seed."""
+    """Greedy ones but for ties; of drawn ones, those of one prompt differ."""
     prompts = [ids[:length] for ids in sequences[5:] for length in (4, 40)]
     ours, theirs = (dict(each.generate(prompts, Generation(8, 0), [0] * len(prompts))) for each in (engine, reference))
     assert list(ours) == list(range(len(prompts)))
     same = [ours[index].tolist() == theirs[index].tolist() for index in ours]
     assert sum(same) >= len(same) - 1
-    first, second, other = (
-        dict(engine.generate(prompts, Generation(8), [seed + index for index in range(len(prompts))]))
-        for seed in (5, 5, 99)
-    )
-    assert sum(first[index].tolist() == second[index].tolist() for index in first) >= len(prompts) - 1
-    assert any(first[index].tolist() != other[index].tolist() for index in first)
+    drawn = dict(engine.generate([prompts[0]] * 6, Generation(8), list(range(6))))
+    assert len({tuple(ids.tolist()) for ids in drawn.values()}) > 1
     # the longest has room for what vLLM's context leaves
     longest = sequences[8][:-1]
     ((_, said),) = engine.generate([longest], Generation(50), [1])

@@ -165,7 +165,10 @@ class VllmEngine:
     def generate(
         self, prompts: Sequence[Ids], settings: Generation, seeds: Sequence[int]
     ) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-        """Yield each prompt's number and completion, in the order given; see `Engine.generate`."""
+        """Yield each prompt's number and completion, in the order given; see `Engine.generate`.
+
+        On a CPU draws follow no seed.
+        """
         stop = stop_ids(self._model_path)
 
         def work(index: int) -> Coroutine[Any, Any, npt.NDArray[np.int64]]:
@@ -173,7 +176,8 @@ class VllmEngine:
                 max_tokens=settings.room(len(prompts[index]), self.max_length),
                 temperature=float(settings.temperature),
                 top_p=float(settings.top_p),
-                seed=seeds[index],
+                # on a CPU vLLM dies of seeded requests whose prompts come in parts: a generator cannot go back there
+                seed=seeds[index] if self._on_gpu else None,
                 stop_token_ids=stop,
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
