@@ -42,8 +42,7 @@ def finish(name: str, figures: dict[str, Any], packages: list[str], args: argpar
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": _commit(root),
         "hardware": {"name": hardware(), "cpu": _cpu(), "cores": os.cpu_count()},
-        "versions": {"python": platform.python_version()}
-        | {package: metadata.version(package) for package in packages},
+        "versions": {"python": platform.python_version()} | {package: _version(package) for package in packages},
         "figures": figures,
     }
     if args.save:
@@ -62,6 +61,11 @@ def _commit(root: Path) -> str | None:
     except OSError:
         return None
     return head.stdout.strip() or None
+
+
+def _version(package: str) -> str:
+    # vLLM for a CPU goes by another name
+    return metadata.version(metadata.packages_distributions()[package][0])
 
 
 def _cpu() -> str:
