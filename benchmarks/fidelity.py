@@ -1,7 +1,7 @@
 """Is a student of a cache as good as one of the live teacher?
 
 Same text, order, start and steps; what differs is the target. A student of every other layer of the small real teacher
-(of two, on a CPU) learns from labels alone (`ce`), from the live teacher's whole distribution (`live`), and from caches:
+(of two, on a CPU) learns from labels alone (`ce`), from the live teacher's distribution (`live`), and from caches:
 written as shards, read back, and trained on with `topk_kl`. Held-out text tells KL(teacher || student) over the whole
 vocabulary, perplexity, calibration (ECE, 15 bins, percent) and agreement of the first choice. `gap_closed` is
 (ce - x) / (ce - live) of the held-out KL. A `seed` is an order of the text and a seed of the tail samples' draws;

@@ -254,7 +254,7 @@ def _wait_with_bar(client: Client, request_id: str, timeout_s: float | None = No
 
             def show(view: RequestView) -> None:
                 speed = f" {view.tokens_per_s:.0f} tokens/s" if view.tokens_per_s else ""
-                report(view.positions_done, view.positions_total, view.state + speed)
+                report(view.positions_done, view.positions_total, view.activity or view.state + speed)
 
             return client.wait(request_id, timeout_s, show)
     except KeyboardInterrupt:
@@ -281,6 +281,8 @@ def _print_view(view: RequestView, as_json: bool) -> None:
     done = f"{view.positions_done} of {'?' if view.positions_total is None else view.positions_total}"
     fields = {"request": view.id, "state": view.state, "teacher": view.teacher_name, "tokens": done}
     fields |= {"shards": f"{view.shards_done} of {'?' if view.shards_total is None else view.shards_total}"}
+    if view.activity:
+        fields["activity"] = view.activity
     if view.error:
         fields["error"] = f"{view.error.get('detail')} [{view.error.get('code')}]"
     if view.manifest:

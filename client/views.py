@@ -35,6 +35,7 @@ class RequestView:
     manifest: str | None
     tokens_per_s: float | None = None
     eta_s: float | None = None
+    activity: str | None = None
     error: dict[str, str] | None = None
     created: bool | None = None
 

@@ -31,7 +31,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class RequestRow:
-    """A request and its progress; `tokens` is the digest of the normalised token file, once it is planned."""
+    """A request and its progress; `tokens` is the digest of the normalised token file, once it is planned.
+
+    `activity` is what is done for it, where that is not scoring.
+    """
 
     seq: int
     id: str
@@ -51,6 +54,7 @@ class RequestRow:
     manifest: str | None
     tokens_scored: int
     tokens_per_s: float | None
+    activity: str | None
     failure: Failure | None
 
 
@@ -139,7 +143,14 @@ class Meta(Protocol):
     def lease(self, owner: str, seconds: float) -> Lease | None:
         """Lease the next task: plans before ranges, older requests first. A task out of attempts fails its request."""
 
-    def renew(self, lease: Lease, seconds: float, positions_done: int = 0, tokens_per_s: float | None = None) -> None:
+    def renew(
+        self,
+        lease: Lease,
+        seconds: float,
+        positions_done: int = 0,
+        tokens_per_s: float | None = None,
+        activity: str | None = None,
+    ) -> None:
         """Extend a lease and record progress; raises LeaseLost."""
 
     def release(self, lease: Lease, error: str | None = None) -> None:

@@ -20,6 +20,7 @@ CREATE TABLE request (
     manifest TEXT,
     tokens_scored INTEGER NOT NULL DEFAULT 0,
     tokens_per_s REAL,
+    activity TEXT,
     error_code TEXT,
     error_detail TEXT
 ) STRICT;

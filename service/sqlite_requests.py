@@ -50,6 +50,7 @@ def parse_request(row: sqlite3.Row) -> RequestRow:
         manifest=row["manifest"],
         tokens_scored=row["tokens_scored"],
         tokens_per_s=row["tokens_per_s"],
+        activity=row["activity"],
         failure=failure,
     )
 
@@ -70,7 +71,7 @@ def set_failure(db: sqlite3.Connection, request_id: str, failure: Failure) -> No
         " WHERE request_id = ? AND state = 'leased'",
         (request_id,),
     )
-    update(db, request_id, state="failed", error_code=failure.code.wire, error_detail=failure.detail)
+    update(db, request_id, state="failed", activity=None, error_code=failure.code.wire, error_detail=failure.detail)
 
 
 def requeue(db: sqlite3.Connection, request_id: str) -> None:

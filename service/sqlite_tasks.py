@@ -32,7 +32,14 @@ class SqliteTasks:
                 set_failure(db, task["request_id"], Failure(Code.INTERNAL, _out_of_attempts(task)))
         return None
 
-    def renew(self, lease: Lease, seconds: float, positions_done: int = 0, tokens_per_s: float | None = None) -> None:
+    def renew(
+        self,
+        lease: Lease,
+        seconds: float,
+        positions_done: int = 0,
+        tokens_per_s: float | None = None,
+        activity: str | None = None,
+    ) -> None:
         """Extend a lease and record progress; raises LeaseLost."""
         with self._db.write() as db:
             before = _held(db, lease)["positions_done"]
@@ -40,7 +47,7 @@ class SqliteTasks:
                 "UPDATE task SET expires_at = ?, positions_done = ? WHERE request_id = ? AND number = ?",
                 (time.time() + seconds, positions_done, lease.request.id, lease.number),
             )
-            _count(db, lease.request.id, positions_done - before, tokens_per_s)
+            _count(db, lease.request.id, positions_done - before, tokens_per_s, activity)
 
     def release(self, lease: Lease, error: str | None = None) -> None:
         """Give a task back; with an error the attempt counts. Nothing happens when the lease is lost."""
@@ -185,23 +192,25 @@ def _held(db: sqlite3.Connection, lease: Lease) -> sqlite3.Row:
 def _given_back(db: sqlite3.Connection, request_id: str) -> None:
     """Show that a task was given back; a request whose plan it was waits again."""
     if read_request(db, request_id).state == "validating":
-        update(db, request_id, state="queued")
+        update(db, request_id, activity=None, state="queued")
     else:
-        update(db, request_id)
+        update(db, request_id, activity=None)
 
 
 def _complete(db: sqlite3.Connection, request_id: str) -> None:
     row = db.execute("SELECT 1 FROM task WHERE request_id = ? AND state != 'done' LIMIT 1", (request_id,)).fetchone()
     if row is None:
-        update(db, request_id, state="complete")
+        update(db, request_id, state="complete", activity=None)
 
 
-def _count(db: sqlite3.Connection, request_id: str, positions: int, tokens_per_s: float | None) -> None:
+def _count(
+    db: sqlite3.Connection, request_id: str, positions: int, tokens_per_s: float | None, activity: str | None = None
+) -> None:
     db.execute("UPDATE request SET tokens_scored = tokens_scored + ? WHERE id = ?", (positions, request_id))
     if tokens_per_s is None:
-        update(db, request_id)
+        update(db, request_id, activity=activity)
     else:
-        update(db, request_id, tokens_per_s=tokens_per_s)
+        update(db, request_id, activity=activity, tokens_per_s=tokens_per_s)
 
 
 def _out_of_attempts(task: sqlite3.Row) -> str:

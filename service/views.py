@@ -31,6 +31,7 @@ class RequestView(BaseModel):
     shards_total: int | None
     shards_done: int
     tokens_per_s: float | None
+    activity: str | None
     eta_s: float | None
     error: ErrorView | None
     manifest: str | None
@@ -77,6 +78,7 @@ def view(row: RequestRow) -> dict[str, Any]:
         "shards_total": row.shards,
         "shards_done": row.shards_done,
         "tokens_per_s": row.tokens_per_s,
+        "activity": row.activity,
         "eta_s": _eta(row),
         "error": None if failure is None else {"code": failure.code.wire, "detail": failure.detail},
         "manifest": row.manifest,

@@ -63,6 +63,7 @@ class Progress:
         self._stop = stop
         self._begin = self._last = time.monotonic()
         self.positions = 0
+        self.activity: str | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -77,7 +78,7 @@ class Progress:
         if time.monotonic() - self._last >= PROGRESS_S:
             self._last = time.monotonic()
             rate = self.tokens_per_s if self.positions else None
-            self._meta.renew(self._lease, self._seconds, self.positions, rate)
+            self._meta.renew(self._lease, self._seconds, self.positions, rate, self.activity)
 
 
 class Worker:
@@ -187,7 +188,9 @@ class Worker:
             writer = ShardWriter(cast(BinaryIO, staging), header)
             examples = read_range(tokens, part)
             if spec.generate is not None:
+                progress.activity = f"generating from {part.sequences} prompts"
                 examples = complete(engine, examples, part.first, spec, progress)
+                progress.activity = None
             for sequence in score_in_order(engine, examples, spec, progress):
                 writer.add(sequence)
                 tally.add(sequence.rows)
@@ -237,7 +240,7 @@ class Worker:
             # the old teacher leaves memory before the new one comes
             self._unload()
             teacher = self._teacher(lease.request)
-            self._meta.renew(lease, LOAD_S)
+            self._meta.renew(lease, LOAD_S, activity=f"loading {teacher.name} into {teacher.engine}")
             _log.info("loading %s into %s", teacher.path, teacher.engine)
             dtypes = {"dtype": teacher.dtype, "head_dtype": teacher.head_dtype}
             engine = self._load(teacher.engine, teacher.path, **dtypes, **self._settings.choice.options())

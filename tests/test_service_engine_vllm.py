@@ -262,10 +262,66 @@ def test_vllm_ends_with_the_process_that_started_it(teacher_dir: Path, tmp_path:
     wait_for(lambda: None if any(runs(pid) for pid in started) else True)
 
 
+def test_experts_spread_over_two_ranks(tmp_path: Path) -> None:
+    """Tensor parallelism and a mixture of experts, with random weights."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=1003,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        head_dim=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    random = np.random.default_rng(0)
+    few = [random.integers(0, 1003, length).astype(np.int32) for length in (2, 50, 65, 150)]
+    args = {"max_model_len": 200, "max_num_batched_tokens": 64, "tensor_parallel_size": 2}
+    engine = load_engine("vllm", tmp_path, capture_path="hook", engine_args=args)
+    try:
+        ours = dict(engine.score(few, **ASKED))
+    finally:
+        engine.close()
+    theirs = dict(load_engine("transformers", tmp_path).score(few, **ASKED))
+    for index in range(len(few)):
+        assert_close(ours[index], theirs[index], 1e-4)
+        assert (ours[index].tail_token_ids_PN == theirs[index].tail_token_ids_PN).mean() > 0.99
+
+
 def test_memory_that_is_not_there_may_be_there_later(teacher_dir: Path) -> None:
     """What is refused for good is a teacher; a start that fails is tried again."""
     with pytest.raises(EngineDied, match="did not start"):
         load_engine("vllm", teacher_dir, engine_args={"num_gpu_blocks_override": 1, "max_model_len": 8192})
+
+
+def test_an_engine_that_hangs_is_told_before_work_is_sent(
+    engine: Any, sequences: list[Ids], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from teachercache.service.engines.vllm import engine as module
+
+    monkeypatch.setattr(module, "CANARY_SECONDS", 3.0)
+    family = [pid for child in children(os.getpid()) for pid in (child, *children(child))]
+    cores = [pid for pid in family if "VLLM" in _command(pid) + Path(f"/proc/{pid}/comm").read_text()]
+    assert cores
+    for pid in cores:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        engine._answered = 0.0
+        with pytest.raises(EngineDied, match="gave nothing for 3 s"):
+            next(engine.score(sequences[:1], **ASKED))
+    finally:
+        for pid in cores:
+            os.kill(pid, signal.SIGCONT)
+    assert len(dict(engine.score(sequences[:1], **ASKED))) == 1
 
 
 def test_a_killed_engine_is_told_and_another_goes_on(teacher_dir: Path, sequences: list[Ids]) -> None:

@@ -12,10 +12,11 @@ import pytest
 from fake_engine import MAX_LENGTH, VOCAB_SIZE, Bench, FakeEngine, fake_rows, newest
 
 from teachercache.format_spec import Code, Example, Shard, ShardWriter
+from teachercache.service.engines import EngineDied
 from teachercache.service.errors import InsufficientStorage, LeaseLost
 from teachercache.service.meta import MAX_ATTEMPTS, PLAN, Lease
 from teachercache.service.store import Staging
-from teachercache.service.worker import score_in_order
+from teachercache.service.worker import Worker, score_in_order
 
 
 @pytest.fixture
@@ -289,3 +290,28 @@ def test_a_shard_that_cannot_be_finished_fails_its_request(bench: Bench, monkeyp
     row = bench.row()
     assert row.state == "failed" and row.failure is not None and row.failure.code is Code.INSUFFICIENT_STORAGE
     assert row.shards_done == 1 and not list(bench.store.staging.iterdir())
+
+
+def test_a_request_tells_that_its_teacher_loads(bench: Bench) -> None:
+    bench.submit()
+    told: list[str | None] = []
+
+    def load(*args: object, **options: object) -> FakeEngine:
+        told.append(bench.row().activity)
+        return FakeEngine(before_row=lambda: told.append(bench.row().activity))
+
+    worker = Worker(bench.settings, bench.store, bench.meta, Event(), load=load)
+    assert worker.step() and worker.step()
+    assert told[0] == "loading fake into transformers" and set(told[1:]) == {None}
+
+
+def test_a_load_that_fails_is_not_told_for_ever(bench: Bench) -> None:
+    bench.submit()
+
+    def load(*args: object, **options: object) -> FakeEngine:
+        raise EngineDied("no memory")
+
+    worker = Worker(bench.settings, bench.store, bench.meta, Event(), load=load)
+    assert worker.step() and worker.step()
+    row = bench.row()
+    assert (row.state, row.activity) == ("running", None)

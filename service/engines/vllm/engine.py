@@ -41,6 +41,8 @@ STEPS_IN_FLIGHT = 6
 # a start loads weights and compiles; a sequence waits for those before it
 START_SECONDS, STALL_SECONDS = 3600.0, 600.0
 CLOSE_SECONDS, KILL_SECONDS = 60.0, 10.0
+# an engine that said nothing for so long must first answer a small request, in as much time
+CANARY_SECONDS = 60.0
 PROBE_TOKENS = 24
 PROBE_K = 8
 # the two paths differ by float32 sums in another order
@@ -95,7 +97,7 @@ class VllmEngine:
         self._thread.start()
         self._llm: Any = None
         self._processes: list[psutil.Process] = []
-        self._number = 0
+        self._number, self._answered = 0, 0.0
         begin, before = time.monotonic(), set(multiprocessing.active_children())
         try:
             try:
@@ -205,6 +207,8 @@ class VllmEngine:
         self._thread.join(KILL_SECONDS)
         if not self._thread.is_alive():
             self._loop.close()
+        # its finaliser fails at the end of the interpreter
+        self._llm = None
 
     async def _end(self) -> None:
         """On the loop, as what is shut down has tasks there."""
@@ -246,7 +250,7 @@ class VllmEngine:
             if not worst <= (ROUNDED_TOLERANCE if self._found["own_head"] else TOLERANCE):
                 raise EngineError(f"its logprobs differ by {worst:.2g} from those of vLLM's public API")
         except EngineError as error:
-            if capture_path == "hook":
+            if capture_path == "hook" or isinstance(error, EngineDied):
                 raise
             _log.warning("vLLM runs without our hook, rows are plain top-k and slower: %s", error)
             return self._flat()
@@ -279,6 +283,7 @@ class VllmEngine:
 
         Jobs of at most `room` are under way, and one at the least.
         """
+        self._check_health()
         waiting = deque(jobs)
         sent: deque[tuple[int, int, Future[T]]] = deque()
         try:
@@ -316,7 +321,14 @@ class VllmEngine:
             raise EngineError(f"vLLM refused a sequence of {len(ids)} tokens: {error}") from error
         if output is None or not output.finished:
             raise EngineError(f"vLLM gave no answer for a sequence of {len(ids)} tokens")
+        self._answered = time.monotonic()
         return output
+
+    def _check_health(self) -> None:
+        """Raise EngineDied when vLLM has said nothing for long, and does not answer a small request either."""
+        if time.monotonic() - self._answered > CANARY_SECONDS:
+            ids = np.arange(min(PROBE_TOKENS, self.max_length), dtype=np.int32) % self.vocab_size
+            self._run(self._one(self._path, ids, Wanted(1, 0, 0, 0.0)), CANARY_SECONDS)
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
