@@ -169,7 +169,7 @@ class Meta(Protocol):
         """State who scores from now on; shards of another fingerprint are to be made again. Raises LeaseLost."""
 
     def commit_shard(self, lease: Lease, shard: CommittedShard, tokens_per_s: float, put: PutBlob) -> None:
-        """Record a shard and the newest manifest, which is `put` first; raises LeaseLost."""
+        """Record a shard and, where it is due, the newest manifest, which is `put` first; raises LeaseLost."""
 
     def damaged(self, digest: str, put: PutBlob) -> None:
         """Forget a blob that is lost, and mark whatever was made of it to be made again."""

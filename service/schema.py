@@ -18,6 +18,7 @@ CREATE TABLE request (
     sequences INTEGER,
     fingerprint TEXT,
     manifest TEXT,
+    manifest_shards INTEGER NOT NULL DEFAULT 0,
     tokens_scored INTEGER NOT NULL DEFAULT 0,
     tokens_per_s REAL,
     activity TEXT,

@@ -12,6 +12,8 @@ from .meta import CommittedShard, Failure, PutBlob, RequestRow, manifest_of
 from .schema import SELECT_REQUEST
 from .store import Blob
 
+EVERY_SHARD = 100
+
 
 def now() -> str:
     """Return the time as RFC 3339 text in UTC."""
@@ -101,7 +103,21 @@ def write_manifest(db: sqlite3.Connection, request_id: str, put: PutBlob) -> Non
         blob = put(manifest_of(read_request(db, request_id), shards).to_bytes())
         insert_blob(db, blob, "manifest")
         manifest = blob.digest
-    update(db, request_id, manifest=manifest)
+    update(db, request_id, manifest=manifest, manifest_shards=len(shards))
+
+
+def manifest_is_due(db: sqlite3.Connection, request_id: str) -> bool:
+    """Tell whether enough shards were committed since the newest manifest, or all are.
+
+    It lists every shard, so one with each of ten thousand would be gigabytes: after `EVERY_SHARD` of them there is one
+    with every twentieth part more.
+    """
+    listed, done, total = db.execute(
+        "SELECT manifest_shards, (SELECT count(*) FROM task WHERE request_id = ?1 AND number >= 0 AND state = 'done'),"
+        " (SELECT count(*) FROM task WHERE request_id = ?1 AND number >= 0) FROM request WHERE id = ?1",
+        (request_id,),
+    ).fetchone()
+    return done == total or done <= EVERY_SHARD or done - listed >= listed // 20
 
 
 def _parse_shard(row: sqlite3.Row) -> CommittedShard:

@@ -11,7 +11,7 @@ from .database import Database
 from .errors import LeaseLost
 from .meta import ACTIVE, MAX_ATTEMPTS, PLAN, CommittedShard, Failure, Lease, Plan, PutBlob, Range
 from .schema import NEXT_TASK
-from .sqlite_requests import insert_blob, read_request, set_failure, update, write_manifest
+from .sqlite_requests import insert_blob, manifest_is_due, read_request, set_failure, update, write_manifest
 
 # ?1 is the error, ?2 what is taken off the attempts
 _FREE = "state = 'pending', positions_done = 0, owner = NULL, error = coalesce(?1, error), attempts = attempts - ?2"
@@ -114,7 +114,7 @@ class SqliteTasks:
                 " WHERE request_id = ? AND number >= 0 AND state = 'done'",
                 (request.id,),
             )
-            update(db, request.id, fingerprint=text, manifest=None)
+            update(db, request.id, fingerprint=text, manifest=None, manifest_shards=0)
 
     def commit_shard(self, lease: Lease, shard: CommittedShard, tokens_per_s: float, put: PutBlob) -> None:
         """Record a shard and the newest manifest, which is `put` first; raises LeaseLost."""
@@ -143,7 +143,8 @@ class SqliteTasks:
                     " ON CONFLICT DO UPDATE SET tokens_per_s = excluded.tokens_per_s",
                     (spec.teacher, spec.engine, spec.dtype, tokens_per_s),
                 )
-            write_manifest(db, lease.request.id, put)
+            if manifest_is_due(db, lease.request.id):
+                write_manifest(db, lease.request.id, put)
             _complete(db, lease.request.id)
 
     def has_work(self) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_engine import Bench, FakeEngine
+from fake_engine import Bench, FakeEngine, newest
 
 from teachercache.format_spec import Code, Manifest, QualityTally, ShardDescriptor
 from teachercache.service.database import Database
@@ -236,3 +236,16 @@ def test_a_database_of_a_newer_version_or_none_at_all_is_refused(tmp_path: Path)
     (tmp_path / "other.db").write_bytes(b"not a database" * 100)
     with pytest.raises(InvalidSettings, match="not a database"):
         SqliteMeta(tmp_path / "other.db")
+
+
+def test_manifests_do_not_grow_with_the_square_of_the_shards(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, sequences=400, shard_positions=8)
+    bench.submit()
+    worker, listed = bench.worker(FakeEngine()), []
+    while worker.step():
+        if bench.row().manifest is not None:
+            listed.append(len(newest(bench).shards))
+    assert listed[:100] == list(range(1, 101)) and listed[-1] == 400 and newest(bench).complete
+    # never more than a twentieth behind
+    assert all(done - known <= known / 20 for done, known in zip(range(1, 401), listed, strict=True))
+    assert len(set(listed)) < 140
