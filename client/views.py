@@ -33,6 +33,7 @@ class RequestView:
     shards_done: int
     teacher_tokens_scored: int
     manifest: str | None
+    positions_reused: int = 0
     tokens_per_s: float | None = None
     eta_s: float | None = None
     activity: str | None = None

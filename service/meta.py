@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..format_spec import CacheRequest, Code, Fingerprint, Manifest, QualityTally, ShardDescriptor
+from ..format_spec import (
+    CacheRequest,
+    Code,
+    Fingerprint,
+    Manifest,
+    QualityTally,
+    ShardDescriptor,
+    canonical_json,
+    digest_bytes,
+)
 from .store import Blob
 
 PLAN = -1
@@ -33,7 +42,8 @@ class Failure:
 class RequestRow:
     """A request and its progress; `tokens` is the digest of the normalised token file, once it is planned.
 
-    `activity` is what is done for it, where that is not scoring.
+    `positions_reused` are those of shards that another request had made; `activity` is what is done for it, where
+    that is not scoring.
     """
 
     seq: int
@@ -50,6 +60,7 @@ class RequestRow:
     positions_done: int
     shards: int | None
     shards_done: int
+    positions_reused: int
     fingerprint: Fingerprint | None
     manifest: str | None
     tokens_scored: int
@@ -60,11 +71,12 @@ class RequestRow:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Consecutive sequences of a data set that become one shard."""
+    """Consecutive sequences of a data set that become one shard; `content` is a digest of their tokens and masks."""
 
     first: int
     sequences: int
     positions: int
+    content: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +118,17 @@ class CommittedShard:
 def owner_of(pid: int) -> str:
     """Return the name under which the process with this id holds leases."""
     return f"{socket.gethostname()}:{pid}"
+
+
+def shard_key(spec: CacheRequest, part: Range) -> str:
+    """Return what two requests share whose shards of a range hold the same: all that is asked for, and the sequences.
+
+    Which data set the range is from, and where it stands there, changes no number; but for completions, which are drawn
+    by the number of their prompt.
+    """
+    asked = {name: value for name, value in spec.to_json().items() if name not in ("data", "shard_positions")}
+    place = {} if spec.generate is None else {"first": part.first}
+    return digest_bytes(canonical_json({"asked": asked, "content": part.content, **place}))
 
 
 def manifest_of(request: RequestRow, shards: Sequence[CommittedShard]) -> Manifest:
@@ -162,8 +185,8 @@ class Meta(Protocol):
     def release_owner(self, owner: str | None, error: str | None) -> int:
         """Take back all leases of a dead owner, or of all owners, as `release` does; return how many."""
 
-    def commit_plan(self, lease: Lease, plan: Plan) -> None:
-        """Record a plan and its ranges; raises LeaseLost."""
+    def commit_plan(self, lease: Lease, plan: Plan, put: PutBlob) -> None:
+        """Record a plan and its ranges; those that another request has shards of are done. Raises LeaseLost."""
 
     def adopt_fingerprint(self, lease: Lease, fingerprint: Fingerprint) -> None:
         """State who scores from now on; shards of another fingerprint are to be made again. Raises LeaseLost."""

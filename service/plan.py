@@ -6,6 +6,7 @@ that a range is read without touching the others. The same data set gives the sa
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -47,9 +48,20 @@ def make_plan(
                 columns = [[example.input_ids for example in group], [example.loss_mask for example in group]]
                 table = pa.table(dict(zip(schema.names, columns, strict=True)), schema=schema)
                 writer.write_table(table, row_group_size=len(group))
-                ranges.append(Range(first, len(group), sum(map(size, group))))
+                ranges.append(Range(first, len(group), sum(map(size, group)), content_of(group)))
                 first += len(group)
         return Plan(staging.commit(), tuple(ranges))
+
+
+def content_of(examples: Iterable[Example]) -> str:
+    """Return a digest of sequences and their loss masks."""
+    content = hashlib.sha256()
+    for example in examples:
+        mask = example.loss_mask
+        ids = token_ids(example).astype("<i4")
+        content.update(len(ids).to_bytes(8, "little") + (b"-" if mask is None else b"+"))
+        content.update(ids.tobytes() + (b"" if mask is None else mask.tobytes()))
+    return "sha256:" + content.hexdigest()
 
 
 def count(dataset: Path, limits: Limits, generate: Generation | None = None) -> tuple[int, int]:

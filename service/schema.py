@@ -42,10 +42,13 @@ CREATE TABLE task (
     digest TEXT,
     bytes INTEGER,
     quality TEXT,
+    shard_key TEXT,
+    reused INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (request_id, number)
 ) STRICT, WITHOUT ROWID;
 
 CREATE INDEX open_task ON task (state) WHERE state != 'done';
+CREATE INDEX task_shard_key ON task (shard_key) WHERE shard_key IS NOT NULL;
 CREATE INDEX task_digest ON task (digest) WHERE digest IS NOT NULL;
 
 CREATE TABLE blob (
@@ -78,6 +81,7 @@ SELECT request.*,
     (SELECT count(*) FROM task WHERE request_id = request.id AND number >= 0) AS shards,
     (SELECT count(*) FROM task WHERE request_id = request.id AND number >= 0 AND state = 'done') AS shards_done,
     (SELECT sum(positions) FROM task WHERE request_id = request.id AND number >= 0) AS positions,
+    (SELECT coalesce(sum(positions), 0) FROM task WHERE request_id = request.id AND reused) AS positions_reused,
     (SELECT coalesce(sum(positions_done), 0) FROM task WHERE request_id = request.id) AS positions_done
 FROM request
 """

@@ -134,8 +134,8 @@ class SqliteMeta(SqliteTasks):
         for task in db.execute("SELECT * FROM task WHERE digest = ?", (digest,)).fetchall():
             request_id = task["request_id"]
             db.execute(
-                "UPDATE task SET state = 'pending', positions_done = 0, digest = NULL, bytes = NULL, quality = NULL"
-                " WHERE request_id = ? AND number = ?",
+                "UPDATE task SET state = 'pending', reused = 0, positions_done = 0, digest = NULL, bytes = NULL,"
+                " quality = NULL WHERE request_id = ? AND number = ?",
                 (request_id, task["number"]),
             )
             write_manifest(db, request_id, put)

@@ -48,6 +48,7 @@ def parse_request(row: sqlite3.Row) -> RequestRow:
         positions_done=row["positions_done"],
         shards=row["shards"] if planned else None,
         shards_done=row["shards_done"],
+        positions_reused=row["positions_reused"],
         fingerprint=None if fingerprint is None else Fingerprint.from_json(json.loads(fingerprint)),
         manifest=row["manifest"],
         tokens_scored=row["tokens_scored"],

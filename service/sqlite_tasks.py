@@ -9,7 +9,7 @@ import time
 from ..format_spec import Code, Fingerprint, canonical_json
 from .database import Database
 from .errors import LeaseLost
-from .meta import ACTIVE, MAX_ATTEMPTS, PLAN, CommittedShard, Failure, Lease, Plan, PutBlob, Range
+from .meta import ACTIVE, MAX_ATTEMPTS, PLAN, CommittedShard, Failure, Lease, Plan, PutBlob, Range, shard_key
 from .schema import NEXT_TASK
 from .sqlite_requests import insert_blob, manifest_is_due, read_request, set_failure, update, write_manifest
 
@@ -78,8 +78,11 @@ class SqliteTasks:
                 _given_back(db, row["request_id"])
         return count
 
-    def commit_plan(self, lease: Lease, plan: Plan) -> None:
-        """Record a plan and its ranges; ranges that stayed the same keep their shards. Raises LeaseLost."""
+    def commit_plan(self, lease: Lease, plan: Plan, put: PutBlob) -> None:
+        """Record a plan and its ranges; ranges that stayed the same keep their shards. Raises LeaseLost.
+
+        A range of which another request has made a shard, with the same settings, takes that one.
+        """
         request_id = lease.request.id
         with self._db.write() as db:
             _held(db, lease)
@@ -90,14 +93,19 @@ class SqliteTasks:
             if [tuple(row) for row in found] != [(part.first, part.sequences) for part in plan.ranges]:
                 db.execute("DELETE FROM task WHERE request_id = ? AND number >= 0", (request_id,))
                 db.executemany(
-                    "INSERT INTO task (request_id, number, first, sequences, positions) VALUES (?, ?, ?, ?, ?)",
-                    [(request_id, i, r.first, r.sequences, r.positions) for i, r in enumerate(plan.ranges)],
+                    "INSERT INTO task (request_id, number, first, sequences, positions, shard_key)"
+                    " VALUES (?, ?, ?, ?, ?, ?)",
+                    [
+                        (request_id, i, part.first, part.sequences, part.positions, shard_key(lease.request.spec, part))
+                        for i, part in enumerate(plan.ranges)
+                    ],
                 )
             db.execute(
                 "UPDATE task SET state = 'done', owner = NULL WHERE request_id = ? AND number = ?", (request_id, PLAN)
             )
             insert_blob(db, plan.tokens, "tokens")
             update(db, request_id, state="running", tokens=plan.tokens.digest, sequences=plan.sequences)
+            _reuse_shards(db, request_id, put)
             _complete(db, request_id)
 
     def adopt_fingerprint(self, lease: Lease, fingerprint: Fingerprint) -> None:
@@ -110,8 +118,8 @@ class SqliteTasks:
                 return
             # a manifest never mixes two fingerprints
             db.execute(
-                "UPDATE task SET state = 'pending', positions_done = 0, digest = NULL, bytes = NULL, quality = NULL"
-                " WHERE request_id = ? AND number >= 0 AND state = 'done'",
+                "UPDATE task SET state = 'pending', reused = 0, positions_done = 0, digest = NULL, bytes = NULL,"
+                " quality = NULL WHERE request_id = ? AND number >= 0 AND state = 'done'",
                 (request.id,),
             )
             update(db, request.id, fingerprint=text, manifest=None, manifest_shards=0)
@@ -122,8 +130,8 @@ class SqliteTasks:
         with self._db.write() as db:
             before = _held(db, lease)["positions_done"]
             db.execute(
-                "UPDATE task SET state = 'done', positions = ?1, positions_done = ?1, owner = NULL, error = NULL,"
-                " digest = ?2, bytes = ?3, quality = ?4 WHERE request_id = ?5 AND number = ?6",
+                "UPDATE task SET state = 'done', reused = 0, positions = ?1, positions_done = ?1, owner = NULL,"
+                " error = NULL, digest = ?2, bytes = ?3, quality = ?4 WHERE request_id = ?5 AND number = ?6",
                 (
                     descriptor.positions,
                     descriptor.digest,
@@ -161,6 +169,34 @@ class SqliteTasks:
             "SELECT 1 FROM task WHERE state = 'leased' AND owner = ? AND expires_at < ? LIMIT 1", owner, time.time()
         )
         return row is not None
+
+
+def _reuse_shards(db: sqlite3.Connection, request_id: str, put: PutBlob) -> None:
+    """Take the shards that other requests have of this one's open ranges, all of one fingerprint.
+
+    It is that of the newest such request. Should the teacher have changed since, `adopt_fingerprint` finds out before
+    anything else is scored, and has them made again.
+    """
+    found = db.execute(
+        "SELECT fingerprint FROM request WHERE fingerprint IS NOT NULL AND id IN (SELECT done.request_id FROM task"
+        " JOIN task AS done USING (shard_key) WHERE task.request_id = ?1 AND task.state = 'pending'"
+        " AND done.state = 'done' AND done.request_id != ?1) ORDER BY seq DESC LIMIT 1",
+        (request_id,),
+    ).fetchone()
+    request = read_request(db, request_id)
+    if found is None or request.fingerprint is not None:
+        return
+    taken = db.execute(
+        "UPDATE task SET state = 'done', reused = 1, positions = done.positions, positions_done = done.positions,"
+        " digest = done.digest, bytes = done.bytes, quality = done.quality"
+        " FROM task AS done, request WHERE task.request_id = ?1 AND task.state = 'pending'"
+        " AND done.shard_key = task.shard_key AND done.state = 'done'"
+        " AND request.id = done.request_id AND request.fingerprint = ?2",
+        (request_id, found["fingerprint"]),
+    ).rowcount
+    if taken:
+        update(db, request_id, fingerprint=found["fingerprint"])
+        write_manifest(db, request_id, put)
 
 
 def _take(db: sqlite3.Connection, task: sqlite3.Row, owner: str, seconds: float) -> Lease:

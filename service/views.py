@@ -30,6 +30,7 @@ class RequestView(BaseModel):
     positions_done: int
     shards_total: int | None
     shards_done: int
+    positions_reused: int
     tokens_per_s: float | None
     activity: str | None
     eta_s: float | None
@@ -77,6 +78,7 @@ def view(row: RequestRow) -> dict[str, Any]:
         "positions_done": row.positions_done,
         "shards_total": row.shards,
         "shards_done": row.shards_done,
+        "positions_reused": row.positions_reused,
         "tokens_per_s": row.tokens_per_s,
         "activity": row.activity,
         "eta_s": _eta(row),

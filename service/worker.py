@@ -164,7 +164,7 @@ class Worker:
         progress = self._progress(lease)
         dataset = checked_path(spec.data, self._store, self._meta)
         plan = make_plan(dataset, teacher.limits, spec.shard_positions, self._store, progress, spec.generate)
-        self._meta.commit_plan(lease, plan)
+        self._meta.commit_plan(lease, plan, self._store.put)
 
     def _score(self, lease: Lease) -> None:
         spec, part = lease.request.spec, lease.range
