@@ -37,6 +37,7 @@ class RequestView:
     tokens_per_s: float | None = None
     eta_s: float | None = None
     activity: str | None = None
+    skipped: tuple[dict[str, Any], ...] | list[dict[str, Any]] = ()
     error: dict[str, str] | None = None
     created: bool | None = None
 

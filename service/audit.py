@@ -41,7 +41,8 @@ def audit_shard(shard: Shard, engine: Engine, progress: Callable[[], object] = l
 
     `progress` is called after each. Nothing is drawn again: the tail samples are held against the tail.
     """
-    stored, k = list(_sample(shard)), shard.metadata.k
+    # of a sequence that could not be scored there is nothing to compare
+    stored, k = [item for item in _sample(shard) if not item.rows.absent_P.all()], shard.metadata.k
     depth = min(DEEPER * k, max(MAX_DEPTH, k), engine.vocab_size)
     tally = AuditTally()
     for index, again in engine.score([item.input_ids_L for item in stored], k=depth, tail_samples=0, seed=0):

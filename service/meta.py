@@ -26,6 +26,8 @@ from .store import Blob
 
 PLAN = -1
 MAX_ATTEMPTS = 3
+# of a range's sequences, one at the least: more that fail are no fault of theirs
+MAX_SKIPPED_SHARE = 0.01
 ACTIVE = ("queued", "validating", "running")
 PutBlob = Callable[[bytes], Blob]
 
@@ -36,6 +38,14 @@ class Failure:
 
     code: Code
     detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A sequence that the teacher could not score, by its number in the data set; its rows are absent."""
+
+    sequence: int
+    error: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +76,7 @@ class RequestRow:
     tokens_scored: int
     tokens_per_s: float | None
     activity: str | None
+    skipped: tuple[Skipped, ...]
     failure: Failure | None
 
 
@@ -99,12 +110,18 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to work on a task, while nobody else has leased it since."""
+    """The right to work on a task, while nobody else has leased it since.
+
+    A range that has failed too often is `isolated`: its sequences are scored one by one, so that the one that is to
+    blame is found; it becomes one of the `skipped`, numbers inside the range, and the others go on.
+    """
 
     request: RequestRow
     number: int
     range: Range
     fence: int
+    isolated: bool = False
+    skipped: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +181,11 @@ class Meta(Protocol):
         """Queue a failed request again; raises NotFound, JobFailed when it has not failed."""
 
     def lease(self, owner: str, seconds: float) -> Lease | None:
-        """Lease the next task: plans before ranges, older requests first. A task out of attempts fails its request."""
+        """Lease the next task: plans before ranges, older requests first.
+
+        A range out of attempts is isolated; a sequence of it out of attempts is skipped. A plan, or too many sequences,
+        fails the request.
+        """
 
     def renew(
         self,
@@ -175,6 +196,9 @@ class Meta(Protocol):
         activity: str | None = None,
     ) -> None:
         """Extend a lease and record progress; raises LeaseLost."""
+
+    def reach(self, lease: Lease, number: int) -> None:
+        """Record that a range is being scored (-1), or which sequence of an isolated one; each has its own attempts."""
 
     def release(self, lease: Lease, error: str | None = None) -> None:
         """Give a task back; with an error the attempt counts. Nothing happens when the lease is lost."""

@@ -42,6 +42,9 @@ CREATE TABLE task (
     digest TEXT,
     bytes INTEGER,
     quality TEXT,
+    isolated INTEGER NOT NULL DEFAULT 0,
+    reached INTEGER,
+    skipped TEXT NOT NULL DEFAULT '[]',
     shard_key TEXT,
     reused INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (request_id, number)
@@ -82,6 +85,8 @@ SELECT request.*,
     (SELECT count(*) FROM task WHERE request_id = request.id AND number >= 0 AND state = 'done') AS shards_done,
     (SELECT sum(positions) FROM task WHERE request_id = request.id AND number >= 0) AS positions,
     (SELECT coalesce(sum(positions), 0) FROM task WHERE request_id = request.id AND reused) AS positions_reused,
+    (SELECT json_group_array(json_array(first, json(skipped))) FROM task
+        WHERE request_id = request.id AND skipped != '[]') AS skipped,
     (SELECT coalesce(sum(positions_done), 0) FROM task WHERE request_id = request.id) AS positions_done
 FROM request
 """

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from ..format_spec import CacheRequest, Code, Fingerprint, ShardDescriptor
 from .errors import NotFound
-from .meta import CommittedShard, Failure, PutBlob, RequestRow, manifest_of
+from .meta import CommittedShard, Failure, PutBlob, RequestRow, Skipped, manifest_of
 from .schema import SELECT_REQUEST
 from .store import Blob
 
@@ -54,8 +54,15 @@ def parse_request(row: sqlite3.Row) -> RequestRow:
         tokens_scored=row["tokens_scored"],
         tokens_per_s=row["tokens_per_s"],
         activity=row["activity"],
+        skipped=_parse_skipped(row["skipped"]),
         failure=failure,
     )
+
+
+def _parse_skipped(text: str | None) -> tuple[Skipped, ...]:
+    """Read what SELECT_REQUEST gathers: of each range with some, [first sequence, [[number, error], ...]]."""
+    found = [Skipped(first + number, error) for first, skipped in json.loads(text or "[]") for number, error in skipped]
+    return tuple(sorted(found, key=lambda item: item.sequence))
 
 
 def update(db: sqlite3.Connection, request_id: str, **columns: str | int | float | None) -> None:
@@ -79,7 +86,11 @@ def set_failure(db: sqlite3.Connection, request_id: str, failure: Failure) -> No
 
 def requeue(db: sqlite3.Connection, request_id: str) -> None:
     """Queue a failed request again, with all its attempts."""
-    db.execute("UPDATE task SET attempts = 0, error = NULL WHERE request_id = ?", (request_id,))
+    db.execute(
+        "UPDATE task SET attempts = 0, error = NULL, isolated = 0, reached = NULL, skipped = '[]'"
+        " WHERE request_id = ? AND state != 'done'",
+        (request_id,),
+    )
     update(db, request_id, state="queued", error_code=None, error_detail=None)
 
 

@@ -5,11 +5,24 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
+from typing import Any
 
 from ..format_spec import Code, Fingerprint, canonical_json
 from .database import Database
 from .errors import LeaseLost
-from .meta import ACTIVE, MAX_ATTEMPTS, PLAN, CommittedShard, Failure, Lease, Plan, PutBlob, Range, shard_key
+from .meta import (
+    ACTIVE,
+    MAX_ATTEMPTS,
+    MAX_SKIPPED_SHARE,
+    PLAN,
+    CommittedShard,
+    Failure,
+    Lease,
+    Plan,
+    PutBlob,
+    Range,
+    shard_key,
+)
 from .schema import NEXT_TASK
 from .sqlite_requests import insert_blob, manifest_is_due, read_request, set_failure, update, write_manifest
 
@@ -24,13 +37,23 @@ class SqliteTasks:
         self._db = db
 
     def lease(self, owner: str, seconds: float) -> Lease | None:
-        """Lease the next task: plans before ranges, older requests first. A task out of attempts fails its request."""
+        """Lease the next task: plans before ranges, older requests first; see `Meta.lease`."""
         with self._db.write() as db:
             while (task := db.execute(NEXT_TASK, {"now": time.time()}).fetchone()) is not None:
                 if task["attempts"] < MAX_ATTEMPTS:
                     return _take(db, task, owner, seconds)
-                set_failure(db, task["request_id"], Failure(Code.INTERNAL, _out_of_attempts(task)))
+                _out_of_attempts(db, task)
         return None
+
+    def reach(self, lease: Lease, number: int) -> None:
+        """Record that a range is being scored (-1), or which sequence of an isolated one; each has its own attempts."""
+        with self._db.write() as db:
+            _held(db, lease)
+            db.execute(
+                "UPDATE task SET reached = ?1, attempts = 1 WHERE request_id = ?2 AND number = ?3"
+                " AND (reached IS NULL OR reached < ?1)",
+                (number, lease.request.id, lease.number),
+            )
 
     def renew(
         self,
@@ -208,7 +231,8 @@ def _take(db: sqlite3.Connection, task: sqlite3.Row, owner: str, seconds: float)
     )
     update(db, request_id, state="validating" if number == PLAN else "running")
     part = Range(task["first"], task["sequences"], task["positions"])
-    return Lease(read_request(db, request_id), number, part, fence)
+    skipped = frozenset(number for number, _ in json.loads(task["skipped"]))
+    return Lease(read_request(db, request_id), number, part, fence, bool(task["isolated"]), skipped)
 
 
 def _find(db: sqlite3.Connection, lease: Lease) -> sqlite3.Row | None:
@@ -250,9 +274,26 @@ def _count(
         update(db, request_id, activity=activity, tokens_per_s=tokens_per_s)
 
 
-def _out_of_attempts(task: sqlite3.Row) -> str:
-    if task["number"] == PLAN:
-        what = "validating the data set"
+def _out_of_attempts(db: sqlite3.Connection, task: sqlite3.Row) -> None:
+    """Isolate a range, skip the sequence of an isolated one that failed, or fail the request."""
+    request, where = read_request(db, task["request_id"]), (task["request_id"], task["number"])
+    skipped = json.loads(task["skipped"])
+    if task["reached"] is None or request.spec.generate is not None:
+        set_failure(db, request.id, Failure(Code.INTERNAL, _describe_failure(task, skipped)))
+    elif not task["isolated"]:
+        db.execute("UPDATE task SET isolated = 1, attempts = 0 WHERE request_id = ? AND number = ?", where)
+    elif task["reached"] >= 0 and len(skipped) < max(1, int(MAX_SKIPPED_SHARE * task["sequences"])):
+        text = json.dumps([*skipped, [task["reached"], task["error"] or "no error was recorded"]])
+        db.execute("UPDATE task SET skipped = ?, attempts = 0 WHERE request_id = ? AND number = ?", (text, *where))
     else:
-        what = f"scoring sequences {task['first']} to {task['first'] + task['sequences'] - 1}"
-    return f"{what} failed {task['attempts']} times; the last time: {task['error'] or 'no error was recorded'}"
+        set_failure(db, request.id, Failure(Code.INTERNAL, _describe_failure(task, skipped)))
+
+
+def _describe_failure(task: sqlite3.Row, skipped: list[Any]) -> str:
+    error = task["error"] or "no error was recorded"
+    if task["number"] == PLAN:
+        return f"validating the data set failed {task['attempts']} times; the last time: {error}"
+    which = f"sequences {task['first']} to {task['first'] + task['sequences'] - 1}"
+    if skipped:
+        return f"{len(skipped) + 1} of {which} fail, each alone; the last with: {error}"
+    return f"scoring {which} failed {task['attempts']} times; the last time: {error}"

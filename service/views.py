@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from pydantic import BaseModel
@@ -14,6 +15,13 @@ class ErrorView(BaseModel):
 
     code: str
     detail: str
+
+
+class SkippedView(BaseModel):
+    """A sequence that the teacher could not score, by its number in the data set."""
+
+    sequence: int
+    error: str
 
 
 class RequestView(BaseModel):
@@ -34,6 +42,7 @@ class RequestView(BaseModel):
     tokens_per_s: float | None
     activity: str | None
     eta_s: float | None
+    skipped: list[SkippedView]
     error: ErrorView | None
     manifest: str | None
     teacher_tokens_scored: int
@@ -82,6 +91,7 @@ def view(row: RequestRow) -> dict[str, Any]:
         "tokens_per_s": row.tokens_per_s,
         "activity": row.activity,
         "eta_s": _eta(row),
+        "skipped": [asdict(item) for item in row.skipped],
         "error": None if failure is None else {"code": failure.code.wire, "detail": failure.detail},
         "manifest": row.manifest,
         "teacher_tokens_scored": row.tokens_scored,

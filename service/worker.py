@@ -15,10 +15,14 @@ from contextlib import ExitStack, closing
 from threading import Event
 from typing import BinaryIO, cast
 
+import numpy as np
+
 from ..format_spec import (
+    PAD_ID,
     Example,
     Fingerprint,
     QualityTally,
+    Rows,
     ScoredSequence,
     Shard,
     ShardDescriptor,
@@ -28,7 +32,7 @@ from ..format_spec import (
 )
 from ..format_spec.request import CacheRequest
 from .audit import audit_shard, check, is_audited
-from .engines import Engine, EngineDied, load_engine
+from .engines import Engine, EngineDied, EngineError, load_engine
 from .errors import CorruptBlob, LeaseLost, UnknownTeacher, UnsupportedTeacher
 from .generate import complete
 from .meta import PLAN, CommittedShard, Failure, Lease, Meta, RequestRow, owner_of
@@ -151,6 +155,11 @@ class Worker:
             self._unload()
             self._meta.release(lease, f"{type(error).__name__}: {error}")
         except TeachercacheError as error:
+            if type(error) is EngineError:
+                # of one sequence, perhaps: it costs an attempt
+                _log.error("request %s, %s: %s", lease.request.id[:12], _what(lease), error)
+                self._meta.release(lease, str(error))
+                return
             _log.error("request %s failed: %s", lease.request.id[:12], error)
             self._meta.fail(lease, Failure(error.code, str(error)))
         # anything else may pass, such as memory that another program has taken: it costs an attempt
@@ -186,12 +195,13 @@ class Worker:
             progress, tally = self._progress(lease), QualityTally()
             header = ShardMetadata(fingerprint, spec.k, spec.tail_samples, spec.profile)
             writer = ShardWriter(cast(BinaryIO, staging), header)
+            self._meta.reach(lease, -1)
             examples = read_range(tokens, part)
             if spec.generate is not None:
                 progress.activity = f"generating from {part.sequences} prompts"
                 examples = complete(engine, examples, part.first, spec, progress)
                 progress.activity = None
-            for sequence in score_in_order(engine, examples, spec, progress):
+            for sequence in self._sequences(lease, engine, examples, progress):
                 writer.add(sequence)
                 tally.add(sequence.rows)
             if is_audited(lease.number):
@@ -211,6 +221,22 @@ class Worker:
                 self._commit(lease, staging, writer.num_positions, tally, progress)
 
         self._finishing = self._finisher.submit(self._guard, lease, finish)
+
+    def _sequences(
+        self, lease: Lease, engine: Engine, examples: list[Example], progress: Progress
+    ) -> Iterator[ScoredSequence]:
+        """Yield the scored sequences of a range, of an isolated one each by itself."""
+        spec = lease.request.spec
+        if not lease.isolated:
+            yield from score_in_order(engine, examples, spec, progress)
+            return
+        for number, example in enumerate(examples):
+            if number in lease.skipped:
+                rows = absent_rows(num_tokens(example) - 1, spec, plain=not engine.draws_tail_samples)
+                yield ScoredSequence(token_ids(example).astype("int32"), rows, example.loss_mask)
+                continue
+            self._meta.reach(lease, number)
+            yield from score_in_order(engine, [example], spec, progress)
 
     def _commit(self, lease: Lease, staging: Staging, positions: int, tally: QualityTally, progress: Progress) -> None:
         blob, part = staging.commit(), lease.range
@@ -272,6 +298,19 @@ def score_in_order(
             progress(num_tokens(block[index]))
         for index, example in enumerate(block):
             yield ScoredSequence(ids[index].astype("int32"), done.pop(index), example.loss_mask)
+
+
+def absent_rows(count: int, spec: CacheRequest, *, plain: bool) -> Rows:
+    """Return the rows of a sequence that could not be scored, with the columns of an engine's other rows."""
+    column = np.full(count, -np.inf, np.float32)
+    return Rows(
+        token_ids_PK=np.full((count, spec.k), PAD_ID, np.int32),
+        logprobs_PK=np.full((count, spec.k), -np.inf, np.float32),
+        log_tail_mass_P=column,
+        logsumexp_P=None if plain else np.zeros(count, np.float32),
+        entropy_P=None if plain else np.zeros(count, np.float32),
+        tail_token_ids_PN=np.full((count, spec.tail_samples), PAD_ID, np.int32) if spec.tail_samples else None,
+    )
 
 
 def _check_promise(spec: CacheRequest, teacher: Teacher, fingerprint: Fingerprint) -> None:
