@@ -11,6 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from .. import __version__
 from . import blob_routes, health_routes, request_routes
 from .body_limit import BodyLimit
+from .metrics import Measured, Metrics
 from .problems import add_handlers
 from .state import State
 
@@ -28,7 +29,9 @@ def create_app(state: State) -> FastAPI:
     app = FastAPI(title="teachercache", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = state
     add_handlers(app)
+    app.state.metrics = Metrics(state)
     app.add_middleware(BodyLimit, upload_limit=state.settings.upload_limit)
+    app.add_middleware(Measured, metrics=app.state.metrics)
     for routes in (blob_routes, request_routes, health_routes):
         app.include_router(routes.router)
     return app

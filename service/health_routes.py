@@ -6,7 +6,9 @@ import json
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from .. import __version__
 from ..format_spec import FORMAT_VERSION, Code, TeachercacheError
@@ -32,6 +34,12 @@ def get_readiness(server: Server) -> JSONResponse:
     answer = problem(Code.UNAVAILABLE, f"not ready: {', '.join(failed)}", "/readyz")
     body = {**json.loads(bytes(answer.body)), "checks": checks}
     return JSONResponse(body, answer.status_code, {"Retry-After": answer.headers["Retry-After"]}, answer.media_type)
+
+
+@router.get("/metrics", response_class=Response)
+def get_metrics(request: Request) -> Response:
+    """Return the server's metrics as Prometheus reads them."""
+    return Response(generate_latest(request.app.state.metrics.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 @router.get("/v1/version")

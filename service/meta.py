@@ -81,6 +81,16 @@ class RequestRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Totals:
+    """Of all requests: how many are in which state, their tokens, and the bytes of blobs by kind."""
+
+    requests: dict[str, int]
+    tokens_scored: int
+    tokens_reused: int
+    bytes: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Range:
     """Consecutive sequences of a data set that become one shard; `content` is a digest of their tokens and masks."""
 
@@ -229,6 +239,9 @@ class Meta(Protocol):
 
     def rate(self, teacher: str, engine: str, dtype: str) -> float | None:
         """Return the tokens per second of the last shard that this teacher scored."""
+
+    def totals(self) -> Totals:
+        """Return sums over all requests and blobs."""
 
     def add_blob(self, blob: Blob, kind: str) -> None:
         """Record a blob that is durable."""

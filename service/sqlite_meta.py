@@ -9,7 +9,7 @@ from pathlib import Path
 from ..format_spec import CacheRequest, Code, digest_file
 from .database import Database
 from .errors import JobFailed, Unavailable
-from .meta import PLAN, Failure, PutBlob, RequestRow
+from .meta import PLAN, Failure, PutBlob, RequestRow, Totals
 from .schema import SCHEMA, SELECT_REQUEST, VERSION
 from .sqlite_requests import (
     insert_blob,
@@ -91,6 +91,16 @@ class SqliteMeta(SqliteTasks):
             "SELECT tokens_per_s FROM rate WHERE teacher = ? AND engine = ? AND dtype = ?", teacher, engine, dtype
         )
         return None if row is None else float(row["tokens_per_s"])
+
+    def totals(self) -> Totals:
+        """Return sums over all requests and blobs."""
+        db = self._db.connection
+        return Totals(
+            requests={row[0]: row[1] for row in db.execute("SELECT state, count(*) FROM request GROUP BY state")},
+            tokens_scored=db.execute("SELECT coalesce(sum(tokens_scored), 0) FROM request").fetchone()[0],
+            tokens_reused=db.execute("SELECT coalesce(sum(positions), 0) FROM task WHERE reused").fetchone()[0],
+            bytes={row[0]: row[1] for row in db.execute("SELECT kind, sum(bytes) FROM blob GROUP BY kind")},
+        )
 
     def add_blob(self, blob: Blob, kind: str) -> None:
         """Record a blob that is durable."""

@@ -8,7 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine import Bench
+from fake_engine import Bench, FakeEngine, newest
+from prometheus_client.parser import text_string_to_metric_families
 from tiny_server import problem
 
 from teachercache.format_spec import digest_bytes
@@ -99,3 +100,40 @@ def test_a_data_set_that_is_gone_is_asked_for(state: State, bench: Bench) -> Non
     assert answer.status_code == 500 and problem(answer)["code"] == "corrupt"
     answer = ask(state, "POST", "/v1/requests", json={"teacher": "fake", "data": bench.data})
     assert answer.status_code == 404 and "upload it with PUT" in problem(answer)["detail"]
+
+
+def test_metrics_have_few_labels_and_true_sums(state: State, bench: Bench) -> None:
+    """Counts of answers by route, never by path; tokens and bytes of what was made."""
+    bench.submit()
+    worker = bench.worker(FakeEngine())
+    while worker.step():
+        pass
+
+    async def ask_all() -> str:
+        transport = httpx.ASGITransport(create_app(state), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            for name in ("a", "b"):
+                assert (await client.get(f"/v1/requests/{name}")).status_code == 404
+                assert (await client.get(f"/nowhere/{name}")).status_code == 404
+            assert (await client.request("BREW", "/v1/requests")).status_code == 405
+            assert (await client.get(f"/v1/requests/{bench.spec.id}")).status_code == 200
+            answer = await client.get("/metrics")
+            assert answer.headers["content-type"].startswith("text/plain")
+            return answer.text
+
+    samples = {
+        sample.name + "".join(f"|{value}" for _, value in sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(asyncio.run(ask_all()))
+        for sample in family.samples
+    }
+    assert samples["teachercache_requests|complete"] == 1
+    assert samples["teachercache_tokens_scored_total"] == bench.row().tokens_scored == 48
+    stored = {kind: samples[f"teachercache_blob_bytes|{kind}"] for kind in ("upload", "tokens", "shard", "manifest")}
+    assert all(size > 0 for size in stored.values())
+    assert stored["shard"] == sum(shard.bytes for shard in newest(bench).shards)
+    assert samples["teachercache_http_requests_total|GET|/v1/requests/{request_id}|404"] == 2
+    assert samples["teachercache_http_requests_total|GET|/v1/requests/{request_id}|200"] == 1
+    assert samples["teachercache_http_requests_total|GET|other|404"] == 2
+    assert samples["teachercache_http_request_seconds_count|/v1/requests/{request_id}"] == 3
+    assert samples["process_resident_memory_bytes"] > 0
+    assert not any("BREW" in name or "nowhere" in name for name in samples)
