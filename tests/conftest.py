@@ -20,6 +20,11 @@ except OSError:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How long the chaos goes on."""
+    parser.addoption("--kills", type=int, default=3, help="kills of test_service_chaos.py (%(default)s)")
+
+
 @pytest.fixture(scope="session")
 def teacher_dir() -> Path:
     """The real small teacher, made once in the user's cache."""
