@@ -69,27 +69,38 @@ class Dataset:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._file.close()
+        self.close()
 
     def __iter__(self) -> Iterator[Example]:
         return self.read(0, self.num_sequences)
 
+    def read_row_group(self, number: int) -> list[Example]:
+        """Return the examples of one row group."""
+        return list(self._examples(self._table(number), 0))
+
     def read(self, first: int, count: int) -> Iterator[Example]:
         """Yield `count` examples from number `first`, touching only the row groups that hold them."""
-        import pyarrow as pa
-
         start = 0
         for group in range(self._file.metadata.num_row_groups):
             size = self._file.metadata.row_group(group).num_rows
             lo, hi = max(first - start, 0), min(first + count - start, size)
             if lo < hi:
-                try:
-                    table = self._file.read_row_group(group)
-                    table.validate(full=True)
-                except (pa.ArrowException, OSError, ValueError) as error:
-                    raise DatasetError(f"damaged Parquet data in row group {group}: {error}") from error
-                yield from self._examples(table.slice(lo, hi - lo), start + lo)
+                yield from self._examples(self._table(group).slice(lo, hi - lo), start + lo)
             start += size
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _table(self, group: int) -> pa.Table:
+        import pyarrow as pa
+
+        try:
+            table = self._file.read_row_group(group)
+            table.validate(full=True)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise DatasetError(f"damaged Parquet data in row group {group}: {error}") from error
+        return table
 
     def _check_types(self) -> None:
         import pyarrow.types as pt

@@ -77,10 +77,27 @@ def sizes(limits: Limits, generate: Generation | None) -> Callable[[Example], in
     return lambda prompt: num_tokens(prompt) + generate.room(num_tokens(prompt), limits.max_length)
 
 
-def read_range(tokens: Path, part: Range) -> list[Example]:
-    """Return the examples of a range of a normalised token file."""
-    with Dataset(tokens) as dataset:
-        return list(dataset.read(part.first, part.sequences))
+class TokenFiles:
+    """The normalised token file of the newest request, kept open: its metadata grows with its ranges."""
+
+    def __init__(self) -> None:
+        self._open: tuple[tuple[Path, int, int], Dataset] | None = None
+
+    def read(self, path: Path, number: int) -> list[Example]:
+        """Return the examples of range `number`."""
+        stat = path.stat()
+        # one that was damaged is made again under its name
+        identity = path, stat.st_ino, stat.st_mtime_ns
+        if self._open is None or self._open[0] != identity:
+            self.close()
+            self._open = identity, Dataset(path)
+        return self._open[1].read_row_group(number)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
 
 
 def read_sequences(path: Path, limits: Limits, generate: Generation | None = None) -> Iterator[Example]:

@@ -50,6 +50,8 @@ CREATE TABLE task (
     PRIMARY KEY (request_id, number)
 ) STRICT, WITHOUT ROWID;
 
+CREATE INDEX active_request ON request (seq) WHERE state IN ('queued', 'validating', 'running');
+CREATE INDEX next_task ON task (request_id, number) WHERE state != 'done';
 CREATE INDEX open_task ON task (state) WHERE state != 'done';
 CREATE INDEX task_shard_key ON task (shard_key) WHERE shard_key IS NOT NULL;
 CREATE INDEX task_digest ON task (digest) WHERE digest IS NOT NULL;
@@ -78,25 +80,27 @@ CREATE TABLE file_digest (
 CREATE TABLE probe (id INTEGER PRIMARY KEY CHECK (id = 1), written_at TEXT NOT NULL) STRICT;
 """
 
-# a request with its progress, as SqliteMeta reads it
+# a request with its progress, as `parse_request` reads it: one pass over its tasks
 SELECT_REQUEST = """
-SELECT request.*,
-    (SELECT count(*) FROM task WHERE request_id = request.id AND number >= 0) AS shards,
-    (SELECT count(*) FROM task WHERE request_id = request.id AND number >= 0 AND state = 'done') AS shards_done,
-    (SELECT sum(positions) FROM task WHERE request_id = request.id AND number >= 0) AS positions,
-    (SELECT coalesce(sum(positions), 0) FROM task WHERE request_id = request.id AND reused) AS positions_reused,
-    (SELECT json_group_array(json_array(first, json(skipped))) FROM task
-        WHERE request_id = request.id AND skipped != '[]') AS skipped,
-    (SELECT coalesce(sum(positions_done), 0) FROM task WHERE request_id = request.id) AS positions_done
-FROM request
+SELECT request.*, (
+    SELECT json_array(
+        count(*) FILTER (WHERE number >= 0),
+        count(*) FILTER (WHERE number >= 0 AND task.state = 'done'),
+        sum(positions) FILTER (WHERE number >= 0),
+        sum(positions_done),
+        sum(positions) FILTER (WHERE reused),
+        json_group_array(json_array(first, json(skipped))) FILTER (WHERE skipped != '[]')
+    ) FROM task WHERE request_id = request.id
+) AS progress FROM request
 """
 
-# plans before ranges: a bad data set is reported while a long job runs; ranges wait for their plan
-NEXT_TASK = """
-SELECT task.* FROM task JOIN request ON request.id = task.request_id
-WHERE request.state IN ('queued', 'validating', 'running')
-    AND (task.state = 'pending' OR (task.state = 'leased' AND task.expires_at < :now))
-    AND (task.number < 0 OR request.tokens IS NOT NULL)
-ORDER BY task.number >= 0, request.seq, task.number
-LIMIT 1
+_OPEN = """
+SELECT task.* FROM request JOIN task INDEXED BY next_task ON task.request_id = request.id
+WHERE request.state IN ('queued', 'validating', 'running') AND task.state != 'done'
+    AND (task.state = 'pending' OR task.expires_at < :now)
 """
+# plans before ranges: a bad data set is reported while a long job runs; ranges wait for their plan
+NEXT_TASKS = (
+    _OPEN + "AND task.number < 0 ORDER BY request.seq LIMIT 1",
+    _OPEN + "AND task.number >= 0 AND request.tokens IS NOT NULL ORDER BY request.seq, task.number LIMIT 1",
+)

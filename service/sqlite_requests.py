@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from datetime import UTC, datetime
+from typing import Any
 
 from ..format_spec import CacheRequest, Code, Fingerprint, ShardDescriptor
 from .errors import NotFound
@@ -30,7 +31,8 @@ def read_request(db: sqlite3.Connection, request_id: str) -> RequestRow:
 
 def parse_request(row: sqlite3.Row) -> RequestRow:
     """Return the request in a row of SELECT_REQUEST."""
-    planned = row["tokens"] is not None or row["shards"] > 0
+    shards, shards_done, positions, positions_done, reused, skipped = json.loads(row["progress"])
+    planned = row["tokens"] is not None or shards > 0
     fingerprint = row["fingerprint"]
     failure = None if row["error_code"] is None else Failure(Code.from_wire(row["error_code"]), row["error_detail"])
     return RequestRow(
@@ -44,24 +46,24 @@ def parse_request(row: sqlite3.Row) -> RequestRow:
         updated_at=row["updated_at"],
         tokens=row["tokens"],
         sequences=row["sequences"],
-        positions=row["positions"],
-        positions_done=row["positions_done"],
-        shards=row["shards"] if planned else None,
-        shards_done=row["shards_done"],
-        positions_reused=row["positions_reused"],
+        positions=positions,
+        positions_done=positions_done or 0,
+        shards=shards if planned else None,
+        shards_done=shards_done,
+        positions_reused=reused or 0,
         fingerprint=None if fingerprint is None else Fingerprint.from_json(json.loads(fingerprint)),
         manifest=row["manifest"],
         tokens_scored=row["tokens_scored"],
         tokens_per_s=row["tokens_per_s"],
         activity=row["activity"],
-        skipped=_parse_skipped(row["skipped"]),
+        skipped=_parse_skipped(skipped),
         failure=failure,
     )
 
 
-def _parse_skipped(text: str | None) -> tuple[Skipped, ...]:
-    """Read what SELECT_REQUEST gathers: of each range with some, [first sequence, [[number, error], ...]]."""
-    found = [Skipped(first + number, error) for first, skipped in json.loads(text or "[]") for number, error in skipped]
+def _parse_skipped(ranges: list[Any]) -> tuple[Skipped, ...]:
+    """Read [first sequence, [[number inside the range, error], ...]] of each range that has some."""
+    found = [Skipped(first + number, error) for first, skipped in ranges for number, error in skipped]
     return tuple(sorted(found, key=lambda item: item.sequence))
 
 

@@ -23,7 +23,7 @@ from .meta import (
     Range,
     shard_key,
 )
-from .schema import NEXT_TASK
+from .schema import NEXT_TASKS
 from .sqlite_requests import insert_blob, manifest_is_due, read_request, set_failure, update, write_manifest
 
 # ?1 is the error, ?2 what is taken off the attempts
@@ -39,7 +39,7 @@ class SqliteTasks:
     def lease(self, owner: str, seconds: float) -> Lease | None:
         """Lease the next task: plans before ranges, older requests first; see `Meta.lease`."""
         with self._db.write() as db:
-            while (task := db.execute(NEXT_TASK, {"now": time.time()}).fetchone()) is not None:
+            while (task := _next_task(db)) is not None:
                 if task["attempts"] < MAX_ATTEMPTS:
                     return _take(db, task, owner, seconds)
                 _out_of_attempts(db, task)
@@ -136,16 +136,16 @@ class SqliteTasks:
         text = canonical_json(fingerprint.to_json()).decode()
         with self._db.write() as db:
             _held(db, lease)
-            request = read_request(db, lease.request.id)
-            if request.fingerprint == fingerprint:
+            request_id = lease.request.id
+            if db.execute("SELECT fingerprint FROM request WHERE id = ?", (request_id,)).fetchone()[0] == text:
                 return
             # a manifest never mixes two fingerprints
             db.execute(
                 "UPDATE task SET state = 'pending', reused = 0, positions_done = 0, digest = NULL, bytes = NULL,"
                 " quality = NULL WHERE request_id = ? AND number >= 0 AND state = 'done'",
-                (request.id,),
+                (request_id,),
             )
-            update(db, request.id, fingerprint=text, manifest=None, manifest_shards=0)
+            update(db, request_id, fingerprint=text, manifest=None, manifest_shards=0)
 
     def commit_shard(self, lease: Lease, shard: CommittedShard, tokens_per_s: float, put: PutBlob) -> None:
         """Record a shard and the newest manifest, which is `put` first; raises LeaseLost."""
@@ -220,6 +220,14 @@ def _reuse_shards(db: sqlite3.Connection, request_id: str, put: PutBlob) -> None
     if taken:
         update(db, request_id, fingerprint=found["fingerprint"])
         write_manifest(db, request_id, put)
+
+
+def _next_task(db: sqlite3.Connection) -> sqlite3.Row | None:
+    for query in NEXT_TASKS:
+        task: sqlite3.Row | None = db.execute(query, {"now": time.time()}).fetchone()
+        if task is not None:
+            return task
+    return None
 
 
 def _take(db: sqlite3.Connection, task: sqlite3.Row, owner: str, seconds: float) -> Lease:

@@ -36,7 +36,7 @@ from .engines import Engine, EngineDied, EngineError, load_engine
 from .errors import CorruptBlob, LeaseLost, UnknownTeacher, UnsupportedTeacher
 from .generate import complete
 from .meta import PLAN, CommittedShard, Failure, Lease, Meta, RequestRow, owner_of
-from .plan import cut, make_plan, num_tokens, read_range, token_ids
+from .plan import TokenFiles, cut, make_plan, num_tokens, token_ids
 from .repair import checked_path
 from .settings import Settings
 from .sizing import estimate_bytes
@@ -97,6 +97,7 @@ class Worker:
         self._meta = meta
         self._stop = stop
         self._load = load
+        self._tokens = TokenFiles()
         self._loaded: tuple[Teacher, Engine] | None = None
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="finish")
         self._finishing: Future[None] | None = None
@@ -108,6 +109,7 @@ class Worker:
         finally:
             self._wait()
             self._unload()
+            self._tokens.close()
 
     def _work(self) -> None:
         idle_since = time.monotonic()
@@ -196,7 +198,7 @@ class Worker:
             header = ShardMetadata(fingerprint, spec.k, spec.tail_samples, spec.profile)
             writer = ShardWriter(cast(BinaryIO, staging), header)
             self._meta.reach(lease, -1)
-            examples = read_range(tokens, part)
+            examples = self._tokens.read(tokens, lease.number)
             if spec.generate is not None:
                 progress.activity = f"generating from {part.sequences} prompts"
                 examples = complete(engine, examples, part.first, spec, progress)

@@ -14,7 +14,7 @@ from teachercache.format_spec import Code, Manifest, QualityTally, ShardDescript
 from teachercache.service.database import Database
 from teachercache.service.errors import InvalidSettings, JobFailed, LeaseLost, NotFound
 from teachercache.service.meta import MAX_ATTEMPTS, CommittedShard, Failure, Lease
-from teachercache.service.schema import VERSION
+from teachercache.service.schema import NEXT_TASKS, SELECT_REQUEST, VERSION
 from teachercache.service.sqlite_meta import SqliteMeta
 
 
@@ -249,3 +249,20 @@ def test_manifests_do_not_grow_with_the_square_of_the_shards(tmp_path: Path) -> 
     # never more than a twentieth behind
     assert all(done - known <= known / 20 for done, known in zip(range(1, 401), listed, strict=True))
     assert len(set(listed)) < 140
+
+
+@pytest.mark.parametrize("query", NEXT_TASKS)
+def test_the_next_task_is_found_without_looking_at_all_of_them(bench: Bench, query: str) -> None:
+    """Ten thousand open ranges and a hundred thousand requests that are over must not slow it down."""
+    plan = bench.meta._db.connection.execute("EXPLAIN QUERY PLAN " + query, {"now": 0.0}).fetchall()
+    steps = [row["detail"] for row in plan]
+    assert any("active_request" in step for step in steps) and any("next_task" in step for step in steps), steps
+    assert not any("TEMP B-TREE" in step for step in steps), steps
+
+
+def test_pages_of_requests_are_found_by_their_number(bench: Bench) -> None:
+    query = SELECT_REQUEST + " WHERE ?1 IS NULL OR seq < ?1 ORDER BY seq DESC LIMIT ?2"
+    plan = bench.meta._db.connection.execute("EXPLAIN QUERY PLAN " + query, (5, 50)).fetchall()
+    steps = [row["detail"] for row in plan]
+    assert not any("TEMP B-TREE" in step for step in steps), steps
+    assert any("PRIMARY KEY (request_id=?)" in step for step in steps), steps

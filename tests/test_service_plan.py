@@ -13,7 +13,7 @@ from tiny_server import MAX_LENGTH, VOCAB_SIZE, tiny_teacher, write_examples
 
 from teachercache.format_spec import Code, DatasetError, Example, TeachercacheError
 from teachercache.service.errors import SequenceError, Unavailable
-from teachercache.service.plan import count, cut, make_plan, num_tokens, read_range
+from teachercache.service.plan import TokenFiles, count, cut, make_plan, num_tokens
 from teachercache.service.sizing import measure
 from teachercache.service.store import LocalStore
 from teachercache.service.teachers import Limits
@@ -53,7 +53,8 @@ def test_a_range_reads_back_what_was_planned(
     tokens = store.checked_path(plan.tokens.digest)
     assert (plan.sequences, plan.positions) == (len(lengths), sum(lengths))
     assert pq.ParquetFile(tokens).num_row_groups == len(plan.ranges)
-    found = [example for part in plan.ranges for example in read_range(tokens, part)]
+    files = TokenFiles()
+    found = [example for number in range(len(plan.ranges)) for example in files.read(tokens, number)]
     for example, expected in zip(found, examples, strict=True):
         assert example.input_ids is not None and expected.input_ids is not None
         assert (example.input_ids == expected.input_ids).all()
@@ -107,7 +108,7 @@ def test_text_and_messages_become_the_teacher_s_tokens(tmp_path: Path, tiny_teac
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_teacher)
     path = write_examples(tmp_path / "t.parquet", [Example(text="hello"), Example(text="you")])
     plan = make_plan(path, limits, 100, store)
-    found = read_range(store.checked_path(plan.tokens.digest), plan.ranges[0])
+    found = TokenFiles().read(store.checked_path(plan.tokens.digest), 0)
     assert [example.input_ids.tolist() for example in found] == [
         tokenizer("hello").input_ids,
         tokenizer("you").input_ids,
@@ -115,7 +116,7 @@ def test_text_and_messages_become_the_teacher_s_tokens(tmp_path: Path, tiny_teac
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     path = write_examples(tmp_path / "m.parquet", [Example(messages=chat)])
     plan = make_plan(path, limits, 100, store)
-    (found,) = read_range(store.checked_path(plan.tokens.digest), plan.ranges[0])
+    (found,) = TokenFiles().read(store.checked_path(plan.tokens.digest), 0)
     assert tokenizer.decode(found.input_ids) == "user:hi<end>assistant:yo<end>"
     path = write_examples(tmp_path / "s.parquet", [Example(text="fine"), Example(text="x")])
     with pytest.raises(SequenceError, match="sequence 1: the text becomes 1 tokens") as short:
