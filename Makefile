@@ -13,6 +13,8 @@ export no_proxy := $(NO_PROXY)
 unexport PYTHONDONTWRITEBYTECODE
 
 bin := .venv/bin
+# as many processes as cores, each computing with one thread
+pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
 .PHONY: help setup demo test test-vllm check bench clean
 
@@ -31,7 +33,7 @@ demo: setup
 	@$(bin)/teachercache demo $(ARGS)
 
 test: setup
-	@$(bin)/python -m pytest $(PYTEST_ARGS)
+	@$(pytest) $(PYTEST_ARGS)
 	@[ ! -e .venv-vllm/stamp ] || $(MAKE) test-vllm
 
 test-vllm: setup
@@ -43,7 +45,7 @@ check: setup
 	$(bin)/ruff check .
 	MYPYPATH=.venv/house $(bin)/mypy -p teachercache
 	$(bin)/lint-imports --no-logo
-	$(bin)/python -m pytest $(PYTEST_ARGS)
+	$(pytest) $(PYTEST_ARGS)
 
 bench: setup
 	@set -e; for script in benchmarks/$(or $(BENCH),[!_]*).py; do \

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
 import platform
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,13 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results")
     return parser
+
+
+def need_vllm() -> None:
+    """End here where there is no vLLM: `make bench` runs every script, and most machines lack it."""
+    if importlib.util.find_spec("vllm") is None:
+        print("skipped: it needs vLLM; make test-vllm, then .venv-vllm/bin/python on this script", file=sys.stderr)
+        raise SystemExit(0)
 
 
 def hardware() -> str:

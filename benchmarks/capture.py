@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _results import arguments, finish
+from _results import arguments, finish, need_vllm
 
 from teachercache.format_spec import ScoredSequence, ShardMetadata, ShardWriter
 from teachercache.service.engines import load_engine
@@ -248,4 +248,5 @@ if __name__ == "__main__":
     parser.add_argument("--length", type=int, default=2048 if on_gpu else 256, help="tokens of a prompt")
     parser.add_argument("--count", type=int, default=128 if on_gpu else 16, help="prompts of a measurement")
     args = parser.parse_args()
+    need_vllm()
     finish("capture", measure(args), ["torch", "numpy"], args)

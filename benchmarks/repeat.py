@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _results import arguments, finish
+from _results import arguments, finish, need_vllm
 from capture import QWEN3, SHAPES
 
 from teachercache.format_spec import Rows
@@ -100,4 +100,5 @@ if __name__ == "__main__":
     parser.add_argument("--count", type=int, default=128 if on_gpu else 48)
     parser.add_argument("--length", type=int, default=2048 if on_gpu else 256)
     args = parser.parse_args()
+    need_vllm()
     finish("repeat", measure(args.count, args.length), ["vllm", "torch", "numpy"], args)

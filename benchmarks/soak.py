@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from _results import arguments, finish
+from _results import arguments, finish, need_vllm
 
 from teachercache.client import Client
 from teachercache.demo.model import ensure_model
@@ -208,6 +208,7 @@ if __name__ == "__main__":
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--kills", type=int, default=3)
     args = parser.parse_args()
+    need_vllm()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with tempfile.TemporaryDirectory() as scratch:
         finish("soak", soak(Path(scratch), args.minutes, args.kills), ["vllm", "torch", "numpy"], args)

@@ -148,7 +148,8 @@ class LocalStore:
         self.staging = root / "staging"
         self._blobs = root / "blobs" / "sha256"
         self._quarantine = root / "quarantine"
-        self._checked: dict[str, tuple[int, int, int]] = {}
+        # small values: a lab has many shards
+        self._checked: dict[bytes, int] = {}
         self._lock = threading.Lock()
         # all made and synced now: a blob is lost with a folder that its parent does not list
         for folder in (self.staging, self._quarantine, *(self._blobs / f"{i:02x}" for i in range(256))):
@@ -210,15 +211,15 @@ class LocalStore:
         """
         path = self.local_path(digest)
         stat = path.stat()
-        state = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
+        key, state = bytes.fromhex(path.name), hash((stat.st_size, stat.st_mtime_ns, stat.st_ino))
         with self._lock:
-            known = self._checked.get(digest) == state
+            known = self._checked.get(key) == state
         if not known:
             found = digest_file(path)
             if found != digest:
                 raise CorruptBlob(f"the bytes stored as {digest} have digest {found}")
             with self._lock:
-                self._checked[digest] = state
+                self._checked[key] = state
         return path
 
     def quarantine(self, digest: str) -> None:
