@@ -25,6 +25,7 @@ from teachercache.trainer.errors import (
     TokenizerMismatch,
     UnsupportedStudent,
 )
+from teachercache.trainer.kl import TeacherRows, topk_kl
 from teachercache.trainer.metrics import read_metrics
 
 
@@ -45,7 +46,18 @@ def config(student: Path, cache: Path, output: Path, **changes: Any) -> TrainCon
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"tail": "bucket"}, {"tail": "truncated"}, {"ce_weight": 0.3}, {"ce_weight": 1.0}]
+    "changes",
+    [
+        {},
+        {"tail": "bucket"},
+        {"tail": "truncated"},
+        {"ce_weight": 0.3},
+        {"ce_weight": 1.0},
+        {"tail": "to_label"},
+        {"tail": "renorm", "temperature": 2.0, "t2_scaling": True},
+        {"tail": "renorm_both"},
+        {"tail": "bucket", "divergence": "jsd", "beta": 0.3},
+    ],
 )
 def test_training_lowers_the_loss_and_leaves_a_student(
     tmp_path: Path, student: Path, cache: Path, changes: dict[str, Any]
@@ -213,21 +225,66 @@ def test_students_that_cannot_be_trained_right_are_refused(tmp_path: Path, cache
     (tmp_path / "empty").mkdir()
     with pytest.raises(UnsupportedStudent, match="cannot load"):
         Student.load(str(tmp_path / "empty"), device="cpu")
-    capped = save_student(tmp_path / "capped", tiny_model("gemma2", final_logit_softcapping=0.01))
-    with pytest.raises(UnsupportedStudent, match="not hidden states times head"):
-        Student.load(str(capped), device="cpu")
     small = save_student(tmp_path / "small", tiny_model(vocab_size=VOCAB - 1))
     with pytest.raises(TeachercacheError, match="vocabulary"):
         train(config(small, cache, tmp_path / "out", check_tokenizer=False))
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "opt"])
-def test_hidden_states_times_head_are_the_models_logits(tmp_path: Path, kind: str) -> None:
-    student = Student.load(str(save_student(tmp_path, tiny_model(kind))), device="cpu")
-    ids = torch.randint(0, VOCAB, (2, 9))
+def test_logits_that_nobody_expects_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    capped = save_student(tmp_path, tiny_model("gemma2", final_logit_softcapping=0.01))
+    monkeypatch.setattr(Student, "softcap", None)
+    with pytest.raises(UnsupportedStudent, match="scaled by 1 and not capped: it does more to them"):
+        Student.load(str(capped), device="cpu")
+
+
+HEADS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": True}),
+    ("qwen3", {}),
+    ("gemma2", {"final_logit_softcapping": 0.05}),
+    ("gemma2", {"final_logit_softcapping": None}),
+    ("cohere", {"logit_scale": 0.25}),
+    ("granite", {"logits_scaling": 8.0}),
+    ("gpt2", {}),
+    ("opt", {}),
+    ("opt", {"word_embed_proj_dim": 8}),
+    ("phi", {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings"), HEADS)
+def test_the_loss_is_that_of_the_models_own_logits(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    """Scaled, capped, tied, biased and projected heads: loss and gradients are those of KL from model(ids).logits."""
+    model = tiny_model(kind, **settings)
+    head = model.get_output_embeddings()
     with torch.no_grad():
-        ours = student.hidden_BTH(ids) @ student.head_VH.t()
-        torch.testing.assert_close(ours, student.model(ids).logits, rtol=1e-5, atol=1e-5)
+        head.weight.mul_(30)
+        if head.bias is not None:
+            head.bias.normal_()
+    student = Student.load(str(save_student(tmp_path, model)), device="cpu")
+    student.model.eval()
+    ids_BT = torch.randint(0, VOCAB, (2, 9))
+    # a teacher that tells all it knows
+    teacher_PV = torch.randn(18, VOCAB).log_softmax(-1)
+    order = teacher_PV.sort(descending=True)
+    rows = TeacherRows(order.indices, order.values, torch.full((18,), -torch.inf))
+    loss = topk_kl(
+        student.hidden_BTH(ids_BT).flatten(0, 1),
+        student.head,
+        rows,
+        tail="bucket",
+        logit_scale=student.logit_scale,
+        softcap=student.softcap,
+    )
+    loss.backward()
+    ours = {name: parameter.grad.clone() for name, parameter in student.model.named_parameters()}
+    student.model.zero_grad()
+    logprobs_PV = student.model(ids_BT).logits.flatten(0, 1).log_softmax(-1)
+    dense = (teacher_PV.exp() * (teacher_PV - logprobs_PV)).sum(-1).mean()
+    dense.backward()
+    torch.testing.assert_close(loss, dense, rtol=1e-4, atol=1e-5)
+    for name, parameter in student.model.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "opt"])

@@ -119,15 +119,14 @@ def tiny_model(kind: str = "llama", vocab_size: int = VOCAB, layers: int = 2, **
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
+    usual = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     names = {
-        "llama": {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1},
-        "gemma2": {
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 8,
-        },
+        "llama": usual,
+        "qwen3": usual | {"head_dim": 8},
+        "gemma2": usual | {"head_dim": 8},
+        "cohere": usual,
+        "granite": usual,
+        "phi": {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2},
         "gpt2": {"n_embd": 16, "n_head": 2, "n_inner": 32, "n_positions": 64},
         "opt": {"hidden_size": 16, "ffn_dim": 32, "num_attention_heads": 2, "word_embed_proj_dim": 16},
     }[kind]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..format_spec.progress import progress
-from .config import DTYPES, TAILS, TrainConfig
+from .config import DIVERGENCES, DTYPES, TAILS, TrainConfig
 
 if TYPE_CHECKING:
     from .loop import OnStep
@@ -26,7 +26,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--output", required=True, type=Path, help="folder for the student, metrics and checkpoints")
     parser.add_argument("--keep-layers", type=_layers, metavar="0,2,4", help="prune the student to these layers first")
     parser.add_argument("--tail", choices=TAILS, default="auto", help="objective (default: what the rows allow)")
+    parser.add_argument("--divergence", choices=DIVERGENCES, default="forward", help="of teacher and student")
+    parser.add_argument("--t2-scaling", action="store_true", help="multiply loss and gradient by temperature squared")
     for name, kind, text in (
+        ("beta", float, "the teacher's share of the mixture in jsd"),
+        ("temperature", float, "of both, with renorm and renorm_both"),
         ("ce-weight", float, "share of the labels' cross-entropy, 0 to 1"),
         ("batch-size", int, "sequences a step"),
         ("micro-batch-size", int, "sequences a forward pass"),

@@ -8,8 +8,10 @@ from typing import Any, Literal, get_args
 
 from .errors import InvalidConfig
 
-Tail = Literal["auto", "sampled", "bucket", "truncated"]
+Tail = Literal["auto", "sampled", "bucket", "truncated", "renorm", "renorm_both", "to_label"]
 TAILS: tuple[str, ...] = get_args(Tail)
+Divergence = Literal["forward", "reverse", "jsd"]
+DIVERGENCES: tuple[str, ...] = get_args(Divergence)
 DTYPES = ("float32", "bfloat16")
 
 
@@ -19,7 +21,8 @@ class TrainConfig:
 
     `cache` is a request id, a manifest digest or a directory of pulled shards. A step consumes
     `batch_size` sequences, `micro_batch_size` at a time. `ce_weight` mixes in the cross-entropy of the
-    text itself; 1 trains on labels alone. `keep_layers` prunes the student when it is loaded.
+    text itself; 1 trains on labels alone. `tail`, `divergence`, `beta`, `temperature` and `t2_scaling` are those of
+    `topk_kl`, which says what goes with what. `keep_layers` prunes the student when it is loaded.
     """
 
     student: str
@@ -28,6 +31,10 @@ class TrainConfig:
     url: str | None = None
     keep_layers: tuple[int, ...] | None = None
     tail: Tail = "auto"
+    divergence: Divergence = "forward"
+    beta: float = 0.5
+    temperature: float = 1.0
+    t2_scaling: bool = False
     ce_weight: float = 0.0
     batch_size: int = 16
     micro_batch_size: int | None = None
@@ -50,6 +57,9 @@ class TrainConfig:
             value = getattr(self, name)
             self._require(name, value is None or value >= 1, "at least 1")
         self._require("tail", self.tail in TAILS, f"one of {', '.join(TAILS)}")
+        self._require("divergence", self.divergence in DIVERGENCES, f"one of {', '.join(DIVERGENCES)}")
+        self._require("beta", 0 < self.beta < 1, "between 0 and 1")
+        self._require("temperature", self.temperature > 0, "above 0")
         self._require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
         self._require("ce_weight", 0 <= self.ce_weight <= 1, "from 0 to 1")
         self._require("warmup_fraction", 0 <= self.warmup_fraction < 1, "from 0 to below 1")

@@ -138,12 +138,17 @@ class _Run:
         hidden_RH: Tensor = hidden_BTH[:, :-1][tensors.counted_BP]
         loss, stats = topk_kl(
             hidden_RH,
-            self.student.head_VH,
+            self.student.head,
             None if labels_only else tensors.rows,
+            divergence=self.config.divergence,
             tail=self.config.tail,
-            labels=tensors.labels_R if self.config.ce_weight else None,
+            beta=self.config.beta,
+            temperature=self.config.temperature,
+            t2_scaling=self.config.t2_scaling,
+            logit_scale=self.student.logit_scale,
+            softcap=self.student.softcap,
+            labels=tensors.labels_R if self.config.ce_weight or self.config.tail == "to_label" else None,
             ce_weight=self.config.ce_weight,
-            bias=self.student.head_bias_V,
             num_items=max(num_items, 1),
             return_stats=True,
         )

@@ -20,6 +20,9 @@ from ..format_spec.tokenizer_identity import TOKENIZER_FILES, tokenizer_digest
 from .errors import TokenizerMismatch, UnsupportedStudent
 
 HEAD_TOLERANCE = 1e-3
+# what configs call factors of the logits: Cohere, Falcon-H1; Granite
+MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
+DIVISORS = ("logits_scaling",)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,15 +55,31 @@ class Student:
         return student
 
     @property
-    def head_VH(self) -> Tensor:
-        """The head's weight."""
-        weight: Tensor = self.model.get_output_embeddings().weight
-        return weight
+    def head(self) -> nn.Linear:
+        """The head, with its bias where it has one."""
+        head: nn.Linear = self.model.get_output_embeddings()
+        return head
 
     @property
-    def head_bias_V(self) -> Tensor | None:
-        """The head's bias, where it has one."""
-        return getattr(self.model.get_output_embeddings(), "bias", None)
+    def head_VH(self) -> Tensor:
+        """The head's weight."""
+        return self.head.weight
+
+    @property
+    def logit_scale(self) -> float:
+        """What the model multiplies its logits by."""
+        config = self.model.config.get_text_config()
+        scale = 1.0
+        for name in MULTIPLIERS:
+            scale *= getattr(config, name, None) or 1.0
+        for name in DIVISORS:
+            scale /= getattr(config, name, None) or 1.0
+        return float(scale)
+
+    @property
+    def softcap(self) -> float | None:
+        """What the model then caps them at, by a tanh."""
+        return getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
 
     def hidden_BTH(self, input_ids_BT: Tensor) -> Tensor:
         """Return the hidden states that the head is applied to.
@@ -72,23 +91,29 @@ class Student:
 
     @torch.no_grad()
     def check_head(self) -> None:
-        """Compare hidden states times head with the model's own logits, on a few tokens.
+        """Compare what the loss makes of hidden states and head with the model's own logits, on a few tokens.
 
         Raises:
-            UnsupportedStudent: they differ, as with soft-capped or scaled logits.
+            UnsupportedStudent: they differ.
         """
-        head = self.model.get_output_embeddings()
+        head = self.head
         if not isinstance(head, nn.Linear):
             raise UnsupportedStudent(f"the head is a {type(head).__name__}, not a linear layer")
         ids_BT = torch.arange(8, device=head.weight.device)[None] % head.weight.shape[0]
         training = self.model.training
         self.model.eval()
         own = self.model(input_ids=ids_BT, use_cache=False).logits.float()
-        ours = head(self.hidden_BTH(ids_BT)).float()
+        ours = head(self.hidden_BTH(ids_BT)).float() * self.logit_scale
+        if self.softcap is not None:
+            ours = self.softcap * torch.tanh(ours / self.softcap)
         self.model.train(training)
         if own.shape != ours.shape or not torch.allclose(own, ours, rtol=HEAD_TOLERANCE, atol=HEAD_TOLERANCE):
             kind = type(self.model).__name__
-            raise UnsupportedStudent(f"the logits of {kind} are not hidden states times head (soft-capped or scaled?)")
+            capped = "not capped" if self.softcap is None else f"capped at {self.softcap:g}"
+            raise UnsupportedStudent(
+                f"the logits of {kind} are not its last hidden states times its head, scaled by {self.logit_scale:g} and"
+                f" {capped}: it does more to them than is known here"
+            )
 
     def check_vocabulary(self, manifest: Manifest) -> None:
         """Refuse a cache whose token ids the student's head cannot name.
