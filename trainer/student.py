@@ -111,8 +111,8 @@ class Student:
             kind = type(self.model).__name__
             capped = "not capped" if self.softcap is None else f"capped at {self.softcap:g}"
             raise UnsupportedStudent(
-                f"the logits of {kind} are not its last hidden states times its head, scaled by {self.logit_scale:g} and"
-                f" {capped}: it does more to them than is known here"
+                f"the logits of {kind} are not its last hidden states times its head, scaled by {self.logit_scale:g}"
+                f" and {capped}: it does more to them than is known here"
             )
 
     def check_vocabulary(self, manifest: Manifest) -> None:
