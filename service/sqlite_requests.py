@@ -131,7 +131,7 @@ def manifest_is_due(db: sqlite3.Connection, request_id: str) -> bool:
         " (SELECT count(*) FROM task WHERE request_id = ?1 AND number >= 0) FROM request WHERE id = ?1",
         (request_id,),
     ).fetchone()
-    return done == total or done <= EVERY_SHARD or done - listed >= listed // 20
+    return bool(done == total or done <= EVERY_SHARD or done - listed >= listed // 20)
 
 
 def _parse_shard(row: sqlite3.Row) -> CommittedShard:
