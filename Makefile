@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 bin := .venv/bin
 # as many processes as cores, each computing with one thread
-pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
+pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest -n logical --maxprocesses 8 --dist loadfile
 
 .PHONY: help setup demo test test-vllm check bench clean
 

@@ -184,22 +184,20 @@ def test_one_sequence_costs_two_ranged_reads(
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_demo_learns_from_the_rows_and_from_nothing_else(tmp_path: Path, teacher_dir: Path) -> None:
-    """Two runs of `teachercache demo --json`, and a student that is fed the rows of the neighbouring position."""
-    sizes = ["--train-tokens", "4096", "--heldout-tokens", "1024", "--epochs", "1", "--folder", str(tmp_path)]
-    first, second = (_demo([*sizes, "--json"]) for _ in range(2))
-    assert first["teacher_tokens_scored"] == first["cache_tokens"] > 3500
-    assert second["teacher_tokens_scored"] == 0
-    for found in (first, second):
-        assert found["heldout_kl_after"] < found["heldout_kl_labels_only"] < found["heldout_kl_before"]
-        assert found["ppl_after"] < found["ppl_before"]
-        assert found["shards"] >= 2
-        assert found["bytes_per_token"] < 100
-        assert found["loss_peak_mb"] < found["dense_loss_peak_mb"]
-        assert min(found["capture_tok_s"], found["train_tok_s"]) > 0
+    """A run of `teachercache demo --json`, and a student that is fed the rows of the neighbouring position."""
+    sizes = ["--train-tokens", "8192", "--heldout-tokens", "1024", "--epochs", "1", "--folder", str(tmp_path)]
+    found = _demo([*sizes, "--json"])
+    assert found["teacher_tokens_scored"] == found["cache_tokens"] > 7000
+    assert found["heldout_kl_after"] < found["heldout_kl_labels_only"] < found["heldout_kl_before"]
+    assert found["ppl_after"] < found["ppl_before"]
+    assert found["shards"] >= 4
+    assert found["bytes_per_token"] < 100
+    assert found["loss_peak_mb"] < found["dense_loss_peak_mb"]
+    assert min(found["capture_tok_s"], found["train_tok_s"]) > 0
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
     pulled = next((tmp_path / "pulled").iterdir())
-    config = DemoConfig(folder=tmp_path, train_tokens=4096, heldout_tokens=1024, epochs=1)
+    config = DemoConfig(folder=tmp_path, train_tokens=8192, heldout_tokens=1024, epochs=1)
     settings = TrainConfig(
         student=str(tmp_path / "students" / "untrained"),
         cache=str(shifted(pulled, tmp_path / "shifted")),
@@ -210,7 +208,7 @@ def test_the_demo_learns_from_the_rows_and_from_nothing_else(tmp_path: Path, tea
     )
     heldout = tokens_of(teacher_dir, config)[1]
     (score,) = evaluate(teacher_dir, [train(settings).student], heldout, lambda done, total: None)
-    assert second["heldout_kl_after"] < score.kl
+    assert found["heldout_kl_after"] < score.kl
 
 
 def _demo(arguments: list[str]) -> dict[str, Any]:
