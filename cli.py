@@ -18,6 +18,7 @@ EXTRAS = {
     "transformers": "trainer",
     "matplotlib": "trainer",
     "fastapi": "service",
+    "prometheus_client": "service",
     "uvicorn": "service",
     "pydantic": "service",
     "pydantic_settings": "service",

@@ -38,6 +38,7 @@ class RequestView:
     eta_s: float | None = None
     activity: str | None = None
     skipped: tuple[dict[str, Any], ...] | list[dict[str, Any]] = ()
+    owners: tuple[str, ...] | list[str] = ()
     error: dict[str, str] | None = None
     created: bool | None = None
 

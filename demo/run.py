@@ -44,7 +44,7 @@ class DemoConfig:
 
 
 # raised when a data directory that an unreleased version made cannot be read
-GENERATION = 3
+GENERATION = 4
 
 
 def default_folder() -> Path:

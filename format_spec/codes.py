@@ -28,6 +28,8 @@ class Code(Enum):
     SEQUENCE_TOO_LONG = ("sequence_too_long", 422, EXIT_USAGE, False)
     SEQUENCE_TOO_SHORT = ("sequence_too_short", 422, EXIT_USAGE, False)
     K_OUT_OF_RANGE = ("k_out_of_range", 422, EXIT_USAGE, False)
+    UNAUTHENTICATED = ("unauthenticated", 401, EXIT_AUTH, False)
+    FORBIDDEN = ("forbidden", 403, EXIT_AUTH, False)
     NOT_FOUND = ("not_found", 404, EXIT_NOT_FOUND, False)
     NO_MANIFEST_YET = ("no_manifest_yet", 404, EXIT_RETRY_LATER, True)
     METHOD_NOT_ALLOWED = ("method_not_allowed", 405, EXIT_USAGE, False)

@@ -10,6 +10,7 @@ from starlette.concurrency import run_in_threadpool
 
 from .. import __version__
 from . import blob_routes, health_routes, request_routes
+from .auth import Auth
 from .body_limit import BodyLimit
 from .metrics import Measured, Metrics
 from .problems import add_handlers
@@ -31,6 +32,7 @@ def create_app(state: State) -> FastAPI:
     add_handlers(app)
     app.state.metrics = Metrics(state)
     app.add_middleware(BodyLimit, upload_limit=state.settings.upload_limit)
+    app.add_middleware(Auth, state=state)
     app.add_middleware(Measured, metrics=app.state.metrics)
     for routes in (blob_routes, request_routes, health_routes):
         app.include_router(routes.router)

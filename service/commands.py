@@ -14,7 +14,10 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add `serve` and `worker`; what is not given comes from TEACHERCACHE_... variables, else a default."""
     parser = subparsers.add_parser("serve", help="serve teachers over HTTP, with a worker process that scores")
     _add_shared(parser)
-    parser.add_argument("--host", help="loopback address to listen on (127.0.0.1)")
+    parser.add_argument("--host", help="address to listen on; off loopback only with tokens (127.0.0.1)")
+    parser.add_argument(
+        "--anonymous-read", action=argparse.BooleanOptionalAction, help="let those without a token read (no)"
+    )
     parser.add_argument("--port", type=int, help="port to listen on, 0 for a free one (8765)")
     parser.add_argument(
         "--replicas", type=int, help="worker processes, each with the teacher on its own GPUs or share of the cores (1)"
@@ -26,12 +29,67 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_shared(parser)
     parser.add_argument("--supervised", action="store_true", help="end when standard input does")
     parser.set_defaults(handler=run_worker)
+    _register_token(subparsers)
     parser = subparsers.add_parser("audit", help="score a part of a pulled cache again, and compare")
     parser.add_argument("path", type=Path, metavar="PATH", help="a folder that pull made, or a shard")
     parser.add_argument("--teacher", required=True, metavar="PATH", help="the teacher's folder or hub id")
     _add_engine(parser)
     parser.add_argument("--json", action="store_true", help="print JSON on standard output")
     parser.set_defaults(handler=run_audit)
+
+
+def _register_token(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("token", help="make, list and revoke the tokens that a server asks for")
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    create = actions.add_parser("create", help="make a token and print it, once")
+    create.add_argument("--owner", required=True, help="whose it is")
+    create.add_argument(
+        "--scope", action="append", metavar="SCOPE", help="read, submit or admin; may be repeated (read, submit)"
+    )
+    create.add_argument("--days", type=float, help="days that it lives (for ever)")
+    create.set_defaults(handler=run_token_create)
+    show = actions.add_parser("list", help="list tokens, without what opens anything")
+    show.set_defaults(handler=run_token_list)
+    revoke = actions.add_parser("revoke", help="make a token open nothing any more, at once")
+    revoke.add_argument("id", help="as list shows it")
+    revoke.set_defaults(handler=run_token_revoke)
+    for each in (create, show, revoke):
+        each.add_argument("--data-dir", help="the server's ($XDG_DATA_HOME/teachercache)")
+
+
+def _records(args: argparse.Namespace) -> Any:
+    from .data_dir import DataDir
+    from .settings import load_settings
+    from .sqlite_meta import SqliteMeta
+
+    return SqliteMeta(DataDir(load_settings(data_dir=args.data_dir).data_dir).database)
+
+
+def run_token_create(args: argparse.Namespace) -> int:
+    """Make a token and print it."""
+    from .tokens import hash_of, make_token
+
+    token, text = make_token(args.owner, args.scope or ["read", "submit"], args.days)
+    _records(args).add_token(token, hash_of(text))
+    print(text)
+    return 0
+
+
+def run_token_list(args: argparse.Namespace) -> int:
+    """Print a line for each token."""
+    from datetime import UTC, datetime
+
+    for token in _records(args).tokens():
+        state = "revoked" if token.revoked else "valid" if token.is_valid(datetime.now(UTC)) else "expired"
+        print(f"{token.id}  {state:8} {token.owner}  {','.join(token.scopes)}  until {token.expires_at or 'revoked'}")
+    return 0
+
+
+def run_token_revoke(args: argparse.Namespace) -> int:
+    """Revoke a token."""
+    token = _records(args).revoke_token(args.id)
+    print(f"the token {token.id} of {token.owner} opens nothing any more")
+    return 0
 
 
 def run_serve(args: argparse.Namespace) -> int:

@@ -8,6 +8,8 @@ TeachercacheError
     ├── MissingExtra           a package of an optional extra is not installed
     ├── UnknownTeacher         no such teacher on this server, or its files have changed
     ├── UnsupportedTeacher     a folder that cannot be served
+    ├── Unauthenticated        no token, or one that opens nothing
+    ├── Forbidden              a token without the scope
     ├── NotFound
     ├── NoManifestYet
     ├── JobFailed
@@ -67,6 +69,18 @@ class UnsupportedTeacher(ServiceError):
     """A folder that cannot be served."""
 
     code = Code.UNSUPPORTED_TEACHER
+
+
+class Unauthenticated(ServiceError):
+    """No token, or one that opens nothing."""
+
+    code = Code.UNAUTHENTICATED
+
+
+class Forbidden(ServiceError):
+    """A token without the scope that is needed."""
+
+    code = Code.FORBIDDEN
 
 
 class NotFound(ServiceError):

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from .. import __version__
 from ..format_spec import FORMAT_VERSION, Code, TeachercacheError
+from .auth import Asking
 from .problems import problem
 from .state import Server, State
 
@@ -46,6 +47,12 @@ def get_metrics(request: Request) -> Response:
 def get_version() -> dict[str, str]:
     """Return the versions of the server and of the format that it writes."""
     return {"version": __version__, "format_version": FORMAT_VERSION}
+
+
+@router.get("/v1/whoami")
+def get_whoami(asking: Asking) -> dict[str, Any]:
+    """Say whose token came with the request, and what it allows."""
+    return {"owner": asking.owner, "scopes": list(asking.scopes), "expires_at": asking.expires_at}
 
 
 @router.get("/v1/teachers", tags=["teachers"])

@@ -23,6 +23,7 @@ from ..format_spec import (
     digest_bytes,
 )
 from .store import Blob
+from .tokens import ANYBODY, Token
 
 PLAN = -1
 MAX_ATTEMPTS = 3
@@ -77,6 +78,7 @@ class RequestRow:
     tokens_per_s: float | None
     activity: str | None
     skipped: tuple[Skipped, ...]
+    owners: tuple[str, ...]
     failure: Failure | None
 
 
@@ -178,8 +180,11 @@ def manifest_of(request: RequestRow, shards: Sequence[CommittedShard]) -> Manife
 class Meta(Protocol):
     """The records of one data directory; every method is one transaction and may be called from any thread."""
 
-    def submit(self, spec: CacheRequest, teacher_name: str) -> tuple[RequestRow, bool]:
-        """Return the request and whether it is new; one that failed over damaged bytes is queued again."""
+    def submit(self, spec: CacheRequest, teacher_name: str, owner: str = ANYBODY) -> tuple[RequestRow, bool]:
+        """Return the request, of which `owner` is now one, and whether it is new.
+
+        One that failed over damaged bytes is queued again.
+        """
 
     def request(self, request_id: str) -> RequestRow:
         """Return a request; raises NotFound."""
@@ -239,6 +244,21 @@ class Meta(Protocol):
 
     def rate(self, teacher: str, engine: str, dtype: str) -> float | None:
         """Return the tokens per second of the last shard that this teacher scored."""
+
+    def add_token(self, token: Token, digest: str) -> None:
+        """Record a token and the hash of it."""
+
+    def tokens(self) -> list[Token]:
+        """Return all tokens, the oldest first."""
+
+    def find_token(self, digest: str) -> Token | None:
+        """Return the token with this hash."""
+
+    def has_tokens(self) -> bool:
+        """Whether there is one, valid or not."""
+
+    def revoke_token(self, token_id: str) -> Token:
+        """Make a token open nothing any more; raises NotFound."""
 
     def totals(self) -> Totals:
         """Return sums over all requests and blobs."""

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ..format_spec import CacheRequest, RequestError, Submission
+from .auth import Asking
 from .blob_response import blob_response, none_match
 from .engine_choice import GENERATES
 from .errors import Draining, InvalidJson, JobFailed, NoManifestYet, NotFound, UnsupportedMediaType
@@ -27,12 +28,14 @@ router = APIRouter(prefix="/v1/requests", tags=["requests"])
 
 
 @router.post("", status_code=202, response_model=SubmittedView | DryRunView)
-async def submit(request: Request, server: Server, dry_run: bool = False) -> JSONResponse:
+async def submit(request: Request, server: Server, asking: Asking, dry_run: bool = False) -> JSONResponse:
     """Ask for a cache: 202 when the request is new, 200 when the same one exists, or with `dry_run`."""
     submission = Submission.from_json(await _json(request))
     if server.supervisor.draining:
         raise Draining("the server is shutting down; post the request again when it is back")
-    return await run_in_threadpool(_size_up if dry_run else _submit, server, submission)
+    if dry_run:
+        return await run_in_threadpool(_size_up, server, submission)
+    return await run_in_threadpool(_submit, server, submission, asking.owner)
 
 
 @router.get("")
@@ -112,12 +115,12 @@ def _require_data(server: State, digest: str) -> None:
         raise NotFound(f"the data set {digest} is not on this server; upload it with PUT /v1/blobs/{digest}")
 
 
-def _submit(server: State, submission: Submission) -> JSONResponse:
+def _submit(server: State, submission: Submission, owner: str) -> JSONResponse:
     spec, teacher = _resolve(server, submission)
     known = _known(server, spec.id)
     if known is None or known.state == "failed":
         _require_data(server, spec.data)
-    row, created = server.meta.submit(spec, teacher.name)
+    row, created = server.meta.submit(spec, teacher.name, owner)
     server.supervisor.wake()
     headers = {"Location": f"/v1/requests/{row.id}"}
     return JSONResponse({**view(row), "created": created}, 202 if created else 200, headers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-VERSION = 3
+VERSION = 4
 
 SCHEMA = """
 CREATE TABLE request (
@@ -62,6 +62,23 @@ CREATE TABLE blob (
     kind TEXT NOT NULL CHECK (kind IN ('upload', 'tokens', 'shard', 'manifest'))
 ) STRICT, WITHOUT ROWID;
 
+CREATE TABLE token (
+    id TEXT PRIMARY KEY,
+    owner TEXT NOT NULL,
+    scopes TEXT NOT NULL,
+    hash TEXT NOT NULL UNIQUE,
+    created_at TEXT NOT NULL,
+    expires_at TEXT,
+    revoked INTEGER NOT NULL DEFAULT 0
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE interest (
+    request_id TEXT NOT NULL REFERENCES request (id),
+    owner TEXT NOT NULL,
+    since TEXT NOT NULL,
+    PRIMARY KEY (request_id, owner)
+) STRICT, WITHOUT ROWID;
+
 CREATE TABLE rate (
     teacher TEXT NOT NULL,
     engine TEXT NOT NULL,
@@ -91,7 +108,7 @@ SELECT request.*, (
         sum(positions) FILTER (WHERE reused),
         json_group_array(json_array(first, json(skipped))) FILTER (WHERE skipped != '[]')
     ) FROM task WHERE request_id = request.id
-) AS progress FROM request
+) AS progress, (SELECT json_group_array(owner) FROM interest WHERE request_id = request.id) AS owners FROM request
 """
 
 _OPEN = """

@@ -15,7 +15,7 @@ from .app import create_app
 from .data_dir import DataDir, ServerLock
 from .devices import environments
 from .errors import InvalidSettings, PortInUse
-from .settings import Settings
+from .settings import Settings, is_loopback
 from .sqlite_meta import SqliteMeta
 from .state import State
 from .store import LocalStore
@@ -60,6 +60,7 @@ def serve(settings: Settings) -> None:
         if swept := store.sweep():
             _log.info("removed %d unfinished files", swept)
         meta = SqliteMeta(data_dir.database)
+        _check_open(settings, meta)
         teachers = Teachers.of(settings, meta.file_digest)
         for teacher in teachers.all:
             _log.info("teacher %s: %s in %s", teacher.name, teacher.digest, teacher.path)
@@ -69,6 +70,14 @@ def serve(settings: Settings) -> None:
         drain = max(1, round(settings.drain_seconds))
         config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=drain)
         Server(config, supervisor, url_of(listener)).run(sockets=[listener])
+
+
+def _check_open(settings: Settings, meta: SqliteMeta) -> None:
+    if not is_loopback(settings.host) and not meta.has_tokens():
+        raise InvalidSettings(
+            f"{settings.host} can be reached from other machines, and there is no token yet: make one with "
+            f"teachercache token create --data-dir {settings.data_dir} --owner NAME, or listen on 127.0.0.1"
+        )
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -45,6 +45,7 @@ class Settings(BaseSettings):
     head_dtype: str = HEAD_DTYPE
     capture_path: str = "auto"
     engine_args: dict[str, Any] = Field(default_factory=dict)
+    anonymous_read: bool = False
     replicas: int = Field(default=1, ge=1, le=64)
     upload_limit: int = Field(default=16 * 2**30, ge=1)
     free_space_reserve: int = Field(default=1 * 2**30, ge=0)
@@ -79,16 +80,19 @@ class Settings(BaseSettings):
 
     @field_validator("host")
     @classmethod
-    def _only_loopback(cls, value: str) -> str:
+    def _check_host(cls, value: str) -> str:
         if value == "localhost":
             return "127.0.0.1"
         try:
-            loopback = ipaddress.ip_address(value).is_loopback
-        except ValueError:
-            loopback = False
-        if not loopback:
-            raise ValueError(f"{value!r} is not a loopback address; without authentication only loopback is served")
+            ipaddress.ip_address(value)
+        except ValueError as error:
+            raise ValueError(f"{value!r} is not an address of this machine, like 127.0.0.1, 0.0.0.0 or ::") from error
         return value
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from this machine alone."""
+    return ipaddress.ip_address(host).is_loopback
 
 
 def parse_teachers(pairs: list[str]) -> dict[str, str]:

@@ -22,19 +22,21 @@ from .sqlite_requests import (
     write_manifest,
 )
 from .sqlite_tasks import SqliteTasks
+from .sqlite_tokens import SqliteTokens
 from .store import Blob
+from .tokens import ANYBODY
 
 _log = logging.getLogger(__name__)
 
 
-class SqliteMeta(SqliteTasks):
+class SqliteMeta(SqliteTasks, SqliteTokens):
     """`Meta` in a database file on a local file system: write-ahead log, every commit synced."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(Database(path, SCHEMA, VERSION))
 
-    def submit(self, spec: CacheRequest, teacher_name: str) -> tuple[RequestRow, bool]:
-        """Return the request and whether it is new; one that failed over damaged bytes is queued again."""
+    def submit(self, spec: CacheRequest, teacher_name: str, owner: str = ANYBODY) -> tuple[RequestRow, bool]:
+        """Return the request, of which `owner` is now one, and whether it is new; see `Meta.submit`."""
         at = now()
         with self._db.write() as db:
             created = db.execute(
@@ -47,6 +49,7 @@ class SqliteMeta(SqliteTasks):
                     "INSERT INTO task (request_id, number, first, sequences, positions) VALUES (?, ?, 0, 0, 0)",
                     (spec.id, PLAN),
                 )
+            db.execute("INSERT INTO interest VALUES (?, ?, ?) ON CONFLICT DO NOTHING", (spec.id, owner, at))
             row = read_request(db, spec.id)
             if row.failure is not None and row.failure.code is Code.CORRUPT:
                 requeue(db, spec.id)

@@ -57,6 +57,7 @@ def parse_request(row: sqlite3.Row) -> RequestRow:
         tokens_per_s=row["tokens_per_s"],
         activity=row["activity"],
         skipped=_parse_skipped(skipped),
+        owners=tuple(json.loads(row["owners"])),
         failure=failure,
     )
 

@@ -43,6 +43,7 @@ class RequestView(BaseModel):
     activity: str | None
     eta_s: float | None
     skipped: list[SkippedView]
+    owners: list[str]
     error: ErrorView | None
     manifest: str | None
     teacher_tokens_scored: int
@@ -92,6 +93,7 @@ def view(row: RequestRow) -> dict[str, Any]:
         "activity": row.activity,
         "eta_s": _eta(row),
         "skipped": [asdict(item) for item in row.skipped],
+        "owners": list(row.owners),
         "error": None if failure is None else {"code": failure.code.wire, "detail": failure.detail},
         "manifest": row.manifest,
         "teacher_tokens_scored": row.tokens_scored,

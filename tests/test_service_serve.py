@@ -72,7 +72,7 @@ def test_servers_that_cannot_start_say_why_in_one_line(server: TinyServer, tmp_p
             2,
         ),
         (["--port", port, "--data-dir", str(tmp_path / "data")], {}, f"port {port} of 127.0.0.1 is in use", 2),
-        ([*fresh, "--host", "0.0.0.0"], {}, "without authentication only loopback is served", 2),
+        ([*fresh, "--host", "0.0.0.0"], {}, "there is no token yet: make one with teachercache token create", 2),
         ([*fresh, "--teacher", str(tiny_teacher)], {}, "a teacher is given as NAME=PATH", 2),
         ([*fresh, "--teacher", "x=/no/such/folder"], {}, "/no/such/folder is neither a folder nor a hub id", 3),
         ([*fresh, "--teacher", f"x={tmp_path}"], {}, "config.json cannot be read", 2),

@@ -14,7 +14,7 @@ from teachercache.format_spec import Code
 from teachercache.service.data_dir import DataDir, ServerLock, file_system
 from teachercache.service.errors import AlreadyServed, InvalidSettings, PortInUse
 from teachercache.service.server import listen, url_of
-from teachercache.service.settings import Settings, load_settings, parse_teachers
+from teachercache.service.settings import Settings, is_loopback, load_settings, parse_teachers
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +61,8 @@ def test_an_unknown_variable_is_an_error_and_the_client_s_are_not(monkeypatch: p
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"host": "0.0.0.0"}, "not a loopback address"),
-        ({"host": "192.168.1.5"}, "without authentication only loopback is served"),
-        ({"host": "example.org"}, "not a loopback address"),
+        ({"host": "example.org"}, "not an address of this machine"),
+        ({"host": ""}, "not an address of this machine"),
         ({"port": 70000}, "port"),
         ({"port": "many"}, "port"),
         ({"upload_limit": 0}, "upload_limit"),
@@ -80,8 +79,9 @@ def test_a_bad_value_is_named(given: dict[str, Any], words: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.1.2.3"])
-def test_loopback_is_allowed(host: str) -> None:
-    assert Settings(host=host).host in (host, "127.0.0.1")
+def test_loopback_is_told_from_the_rest(host: str) -> None:
+    assert Settings(host=host).host in (host, "127.0.0.1") and is_loopback(Settings(host=host).host)
+    assert not any(is_loopback(Settings(host=other).host) for other in ("0.0.0.0", "::", "192.168.1.5"))
 
 
 @pytest.mark.parametrize("pairs", [["x"], ["=x"], ["x="], ["x=1", "x=2"]])

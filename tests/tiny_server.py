@@ -72,8 +72,8 @@ class TinyServer:
             )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line.startswith("listening on http://127.0.0.1:"), self.log.read_text()
-        self.url = line.split()[-1]
+        assert line.startswith("listening on http://"), self.log.read_text()
+        self.url = line.split()[-1].replace("0.0.0.0", "127.0.0.1")
         self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT_S)
 
     def __enter__(self) -> TinyServer:
