@@ -18,6 +18,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--anonymous-read", action=argparse.BooleanOptionalAction, help="let those without a token read (no)"
     )
+    parser.add_argument(
+        "--first-token-file", metavar="FILE", help="a secret of 32 characters or more that opens everything, as a file"
+    )
     parser.add_argument("--port", type=int, help="port to listen on, 0 for a free one (8765)")
     parser.add_argument(
         "--replicas", type=int, help="worker processes, each with the teacher on its own GPUs or share of the cores (1)"

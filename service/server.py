@@ -7,6 +7,7 @@ import json
 import logging
 import socket
 import sys
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -21,6 +22,7 @@ from .state import State
 from .store import LocalStore
 from .supervisor import Supervisor
 from .teachers import Teachers
+from .tokens import MIN_SECRET, hash_of, make_token
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +62,8 @@ def serve(settings: Settings) -> None:
         if swept := store.sweep():
             _log.info("removed %d unfinished files", swept)
         meta = SqliteMeta(data_dir.database)
+        if settings.first_token_file is not None:
+            _add_first_token(settings.first_token_file, meta)
         _check_open(settings, meta)
         teachers = Teachers.of(settings, meta.file_digest)
         for teacher in teachers.all:
@@ -70,6 +74,22 @@ def serve(settings: Settings) -> None:
         drain = max(1, round(settings.drain_seconds))
         config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=drain)
         Server(config, supervisor, url_of(listener)).run(sockets=[listener])
+
+
+def _add_first_token(path: Path, meta: SqliteMeta) -> None:
+    """Let a secret in a file open everything: how a server that nobody can log in to gets its first token."""
+    try:
+        text = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidSettings(f"first_token_file {path} cannot be read: {error}") from error
+    if len(text) < MIN_SECRET or not text.isascii() or not text.isprintable() or " " in text:
+        raise InvalidSettings(
+            f"first_token_file {path} must hold {MIN_SECRET} ASCII characters or more, without spaces, such as: "
+            "openssl rand -hex 32"
+        )
+    if meta.find_token(hash_of(text)) is None:
+        token, _ = make_token("first", ["admin"], None)
+        meta.add_token(token, hash_of(text))
 
 
 def _check_open(settings: Settings, meta: SqliteMeta) -> None:

@@ -46,6 +46,7 @@ class Settings(BaseSettings):
     capture_path: str = "auto"
     engine_args: dict[str, Any] = Field(default_factory=dict)
     anonymous_read: bool = False
+    first_token_file: Path | None = None
     replicas: int = Field(default=1, ge=1, le=64)
     upload_limit: int = Field(default=16 * 2**30, ge=1)
     free_space_reserve: int = Field(default=1 * 2**30, ge=0)

@@ -14,6 +14,7 @@ SCOPES = ("read", "submit", "admin")
 MAX_OWNER = 64
 # 256 random bits cannot be guessed, and need no slow hash
 SECRET_BYTES = 32
+MIN_SECRET = 32
 
 
 @dataclass(frozen=True, slots=True)
