@@ -110,6 +110,11 @@ class Client:
             self.transport.sleep(poll)
             poll = min(poll * POLL_GROWTH, MAX_POLL_S)
 
+    def cancel(self, request_id: str) -> RequestView:
+        """Take back one's own request; the teacher stops when nobody else wants it, and what it finished stays."""
+        path = f"v1/requests/{_checked_id(request_id)}/cancel"
+        return RequestView.from_json(_found(request_id, lambda: self.transport.post_json(path)))
+
     def ls(self) -> Iterator[RequestView]:
         """Yield the server's requests, the newest first, asking for them a page at a time."""
         cursor = None

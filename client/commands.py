@@ -1,4 +1,4 @@
-"""The client's verbs: submit, wait, status, retry, ls, pull, inspect. Each returns its exit code."""
+"""The client's verbs: submit, wait, status, retry, cancel, ls, pull, inspect. Each returns its exit code."""
 
 from __future__ import annotations
 
@@ -43,6 +43,9 @@ def register(subparsers: Subparsers) -> None:
 
     retry = _verb(subparsers, "retry", _retry, "queue a failed request again; what it finished stays")
     retry.add_argument("request", help="request id")
+
+    cancel = _verb(subparsers, "cancel", _cancel, "take back a request; the teacher stops when nobody else wants it")
+    cancel.add_argument("request", help="request id")
 
     _verb(subparsers, "ls", _ls, "list the server's requests, the newest first")
 
@@ -156,6 +159,12 @@ def _status(args: argparse.Namespace) -> int:
 def _retry(args: argparse.Namespace) -> int:
     with _client(args) as client:
         _print_view(client.retry(args.request), args.json)
+    return EXIT_OK
+
+
+def _cancel(args: argparse.Namespace) -> int:
+    with _client(args) as client:
+        _print_view(client.cancel(args.request), args.json)
     return EXIT_OK
 
 

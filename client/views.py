@@ -9,7 +9,7 @@ from .errors import BadAnswer, RequestFailed
 
 View = TypeVar("View", "RequestView", "Estimate", "Teacher")
 
-COMPLETE, FAILED = "complete", "failed"
+COMPLETE, FAILED, CANCELLED = "complete", "failed", "cancelled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,12 @@ class RequestView:
     @property
     def is_finished(self) -> bool:
         """Whether nothing will change any more by itself."""
-        return self.state in (COMPLETE, FAILED)
+        return self.state in (COMPLETE, FAILED, CANCELLED)
 
     def raise_if_failed(self) -> None:
-        """Raise RequestFailed when this request has failed."""
+        """Raise RequestFailed when this request has failed, or was cancelled."""
+        if self.state == CANCELLED:
+            raise RequestFailed(self.id, CANCELLED, "whoever wanted it has taken it back; submit it again to go on")
         if self.state == FAILED:
             error = self.error or {}
             raise RequestFailed(self.id, error.get("code", "internal"), error.get("detail", "no reason given"))

@@ -183,7 +183,7 @@ class Meta(Protocol):
     def submit(self, spec: CacheRequest, teacher_name: str, owner: str = ANYBODY) -> tuple[RequestRow, bool]:
         """Return the request, of which `owner` is now one, and whether it is new.
 
-        One that failed over damaged bytes is queued again.
+        One that failed over damaged bytes, or was cancelled, is queued again.
         """
 
     def request(self, request_id: str) -> RequestRow:
@@ -194,6 +194,14 @@ class Meta(Protocol):
 
     def retry(self, request_id: str) -> RequestRow:
         """Queue a failed request again; raises NotFound, JobFailed when it has not failed."""
+
+    def cancel(self, request_id: str, owner: str, *, everybody: bool = False) -> RequestRow:
+        """Take back an owner's interest, or everybody's; work on what nobody wants ends, and its shards stay.
+
+        Raises:
+            NotFound: there is no such request.
+            Forbidden: it is not one of the owner's.
+        """
 
     def lease(self, owner: str, seconds: float) -> Lease | None:
         """Lease the next task: plans before ranges, older requests first.

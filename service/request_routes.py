@@ -20,6 +20,7 @@ from .repair import checked_path
 from .sizing import estimate_bytes, measure
 from .state import Server, State
 from .teachers import Teacher
+from .tokens import ANYBODY
 from .views import DryRunView, RequestPage, RequestView, SubmittedView, view
 
 MAX_PAGE = 200
@@ -70,6 +71,13 @@ def retry(request_id: str, server: Server) -> JSONResponse:
     return JSONResponse(view(row), 202)
 
 
+@router.post("/{request_id}/cancel", response_model=RequestView)
+def cancel(request_id: str, server: Server, asking: Asking) -> JSONResponse:
+    """Take back what one asked for; work on it ends when nobody wants it any more, and what is done stays."""
+    everybody = "admin" in asking.scopes and asking.owner != ANYBODY
+    return JSONResponse(view(server.meta.cancel(request_id, asking.owner, everybody=everybody)))
+
+
 @router.head("/{request_id}/manifest", include_in_schema=False)
 @router.get("/{request_id}/manifest")
 def get_newest_manifest(request_id: str, request: Request, server: Server) -> Response:
@@ -118,7 +126,7 @@ def _require_data(server: State, digest: str) -> None:
 def _submit(server: State, submission: Submission, owner: str) -> JSONResponse:
     spec, teacher = _resolve(server, submission)
     known = _known(server, spec.id)
-    if known is None or known.state == "failed":
+    if known is None or known.state in ("failed", "cancelled"):
         _require_data(server, spec.data)
     row, created = server.meta.submit(spec, teacher.name, owner)
     server.supervisor.wake()

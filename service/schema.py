@@ -10,7 +10,8 @@ CREATE TABLE request (
     id TEXT NOT NULL UNIQUE,
     spec TEXT NOT NULL,
     teacher_name TEXT NOT NULL,
-    state TEXT NOT NULL CHECK (state IN ('queued', 'validating', 'running', 'complete', 'failed')),
+    state TEXT NOT NULL
+        CHECK (state IN ('queued', 'validating', 'running', 'complete', 'failed', 'cancelled')),
     version INTEGER NOT NULL DEFAULT 1,
     created_at TEXT NOT NULL,
     updated_at TEXT NOT NULL,

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from ..format_spec import CacheRequest, Code, digest_file
 from .database import Database
-from .errors import JobFailed, Unavailable
-from .meta import PLAN, Failure, PutBlob, RequestRow, Totals
+from .errors import Forbidden, JobFailed, Unavailable
+from .meta import ACTIVE, PLAN, Failure, PutBlob, RequestRow, Totals
 from .schema import SCHEMA, SELECT_REQUEST, VERSION
 from .sqlite_requests import (
     insert_blob,
+    lose_leases,
     now,
     parse_request,
     read_request,
@@ -51,7 +52,8 @@ class SqliteMeta(SqliteTasks, SqliteTokens):
                 )
             db.execute("INSERT INTO interest VALUES (?, ?, ?) ON CONFLICT DO NOTHING", (spec.id, owner, at))
             row = read_request(db, spec.id)
-            if row.failure is not None and row.failure.code is Code.CORRUPT:
+            damaged = row.failure is not None and row.failure.code is Code.CORRUPT
+            if damaged or row.state == "cancelled":
                 requeue(db, spec.id)
                 row = read_request(db, spec.id)
         return row, bool(created)
@@ -74,6 +76,21 @@ class SqliteMeta(SqliteTasks, SqliteTokens):
             if row.state != "failed":
                 raise JobFailed(f"request {request_id} is {row.state}; only a failed one can be retried")
             requeue(db, request_id)
+            return read_request(db, request_id)
+
+    def cancel(self, request_id: str, owner: str, *, everybody: bool = False) -> RequestRow:
+        """Take back an owner's interest, or everybody's; see `Meta.cancel`."""
+        with self._db.write() as db:
+            row = read_request(db, request_id)
+            if not everybody and owner not in row.owners:
+                raise Forbidden(f"request {request_id} is one of {', '.join(row.owners) or 'nobody'}, not of {owner}")
+            gone = row.owners if everybody else (owner,)
+            db.executemany(
+                "DELETE FROM interest WHERE request_id = ? AND owner = ?", [(request_id, name) for name in gone]
+            )
+            if row.state in ACTIVE and set(gone) == set(row.owners):
+                lose_leases(db, request_id)
+                update(db, request_id, state="cancelled", activity=None)
             return read_request(db, request_id)
 
     def damaged(self, digest: str, put: PutBlob) -> None:

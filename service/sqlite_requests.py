@@ -77,18 +77,23 @@ def update(db: sqlite3.Connection, request_id: str, **columns: str | int | float
     )
 
 
-def set_failure(db: sqlite3.Connection, request_id: str, failure: Failure) -> None:
-    """Fail a request; its leases are lost."""
+def lose_leases(db: sqlite3.Connection, request_id: str) -> None:
+    """Give back a request's tasks; whoever works on one finds out."""
     db.execute(
         "UPDATE task SET state = 'pending', positions_done = 0, fence = fence + 1, owner = NULL"
         " WHERE request_id = ? AND state = 'leased'",
         (request_id,),
     )
+
+
+def set_failure(db: sqlite3.Connection, request_id: str, failure: Failure) -> None:
+    """Fail a request; its leases are lost."""
+    lose_leases(db, request_id)
     update(db, request_id, state="failed", activity=None, error_code=failure.code.wire, error_detail=failure.detail)
 
 
 def requeue(db: sqlite3.Connection, request_id: str) -> None:
-    """Queue a failed request again, with all its attempts."""
+    """Queue a failed or cancelled request again, with all its attempts."""
     db.execute(
         "UPDATE task SET attempts = 0, error = NULL, isolated = 0, reached = NULL, skipped = '[]'"
         " WHERE request_id = ? AND state != 'done'",

@@ -21,7 +21,7 @@ from teachercache.service.engines import load_engine
 __all__ = ["tiny_teacher"]
 
 SEQUENCES, SHARD_POSITIONS = 60, 40
-LONGEST_LIFE_S = 12.0
+LONGEST_LIFE_S = 8.0
 
 
 class Chaos:
