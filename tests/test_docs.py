@@ -54,7 +54,7 @@ def test_tests_that_a_document_names_are_there() -> None:
     files = {path.name for path in root.glob("tests/test_*.py")}
     documents = [
         path
-        for folder in ("", "docs/", "docs/decisions/", "trainer/kl/", "format_spec/")
+        for folder in ("", "docs/", "docs/decisions/", "trainer/kl/", "format_spec/", "service/")
         for path in root.glob(f"{folder}*.md")
     ]
     named = {name for path in documents for name in re.findall(r"`(test_\w+(?:\.py)?)`", path.read_text())}
