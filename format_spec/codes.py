@@ -33,6 +33,7 @@ class Code(Enum):
     NOT_FOUND = ("not_found", 404, EXIT_NOT_FOUND, False)
     NO_MANIFEST_YET = ("no_manifest_yet", 404, EXIT_RETRY_LATER, True)
     METHOD_NOT_ALLOWED = ("method_not_allowed", 405, EXIT_USAGE, False)
+    SLOW_BODY = ("slow_body", 408, EXIT_RETRY_LATER, True)
     LENGTH_REQUIRED = ("length_required", 411, EXIT_USAGE, False)
     TOO_LARGE = ("too_large", 413, EXIT_USAGE, False)
     UNSUPPORTED_MEDIA_TYPE = ("unsupported_media_type", 415, EXIT_USAGE, False)

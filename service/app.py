@@ -31,7 +31,8 @@ def create_app(state: State) -> FastAPI:
     app.state.server = state
     add_handlers(app)
     app.state.metrics = Metrics(state)
-    app.add_middleware(BodyLimit, upload_limit=state.settings.upload_limit)
+    limits = {"upload_limit": state.settings.upload_limit, "seconds": state.settings.body_seconds}
+    app.add_middleware(BodyLimit, **limits)
     app.add_middleware(Auth, state=state)
     app.add_middleware(Measured, metrics=app.state.metrics)
     for routes in (blob_routes, request_routes, health_routes):

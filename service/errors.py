@@ -16,6 +16,7 @@ TeachercacheError
     ├── InvalidJson
     ├── LengthRequired
     ├── TooLarge
+    ├── SlowBody
     ├── UnsupportedMediaType
     ├── RangeNotSatisfied      carries the size of the blob
     ├── DigestMismatch
@@ -117,6 +118,12 @@ class TooLarge(ServiceError):
     """A body above its limit."""
 
     code = Code.TOO_LARGE
+
+
+class SlowBody(ServiceError):
+    """Nothing of a body came for too long."""
+
+    code = Code.SLOW_BODY
 
 
 class UnsupportedMediaType(ServiceError):

@@ -25,7 +25,7 @@ def problem(code: Code, detail: str, instance: str, headers: dict[str, str] | No
     headers = dict(headers or {})
     if code.status == 503:
         headers.setdefault("Retry-After", str(RETRY_AFTER_S))
-    if code is Code.TOO_LARGE:
+    if code in (Code.TOO_LARGE, Code.SLOW_BODY):
         # otherwise the rest of the body would be read, only to be thrown away
         headers["Connection"] = "close"
     body = {

@@ -49,6 +49,7 @@ class Settings(BaseSettings):
     first_token_file: Path | None = None
     replicas: int = Field(default=1, ge=1, le=64)
     upload_limit: int = Field(default=16 * 2**30, ge=1)
+    body_seconds: float = Field(default=60.0, gt=0)
     free_space_reserve: int = Field(default=1 * 2**30, ge=0)
     idle_seconds: float = Field(default=300.0, ge=0)
     lease_seconds: float = Field(default=300.0, gt=0)

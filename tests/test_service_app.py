@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import httpx
 import pytest
 from fake_engine import Bench, FakeEngine, newest
 from prometheus_client.parser import text_string_to_metric_families
-from tiny_server import problem
+from tiny_server import TinyServer, problem
 
 from teachercache.format_spec import digest_bytes
 from teachercache.service.app import create_app
@@ -137,3 +138,17 @@ def test_metrics_have_few_labels_and_true_sums(state: State, bench: Bench) -> No
     assert samples["teachercache_http_request_seconds_count|/v1/requests/{request_id}"] == 3
     assert samples["process_resident_memory_bytes"] > 0
     assert not any("BREW" in name or "nowhere" in name for name in samples)
+
+
+def test_a_body_that_does_not_come_is_given_up(bench: Bench, tmp_path: Path) -> None:
+    """By a real server, whose socket is left open in the middle of an upload."""
+    with TinyServer(tmp_path / "served", TEACHERCACHE_BODY_SECONDS="0.5") as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        head = f"PUT /v1/blobs/sha256:{'0' * 64} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 1000\r\n\r\nPAR1"
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(head.encode())
+            answer = b""
+            while part := connection.recv(65536):
+                answer += part
+        assert answer.startswith(b"HTTP/1.1 408 ") and b"nothing of the body came for 0.5 s, after 4 bytes" in answer
+        assert list((server.data_dir / "staging").iterdir()) == []
