@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 
 from .. import __version__
-from . import blob_routes, health_routes, request_routes
+from . import blob_routes, event_routes, health_routes, request_routes
 from .auth import Auth
 from .body_limit import BodyLimit
 from .metrics import Measured, Metrics
@@ -35,6 +35,6 @@ def create_app(state: State) -> FastAPI:
     app.add_middleware(BodyLimit, **limits)
     app.add_middleware(Auth, state=state)
     app.add_middleware(Measured, metrics=app.state.metrics)
-    for routes in (blob_routes, request_routes, health_routes):
+    for routes in (blob_routes, request_routes, event_routes, health_routes):
         app.include_router(routes.router)
     return app
