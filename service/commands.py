@@ -33,6 +33,13 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--supervised", action="store_true", help="end when standard input does")
     parser.set_defaults(handler=run_worker)
     _register_token(subparsers)
+    parser = subparsers.add_parser("fsck", help="read everything that a stopped server has stored, and compare")
+    parser.add_argument("--data-dir", help="the server's ($XDG_DATA_HOME/teachercache)")
+    parser.add_argument(
+        "--repair", action="store_true", help="have what is lost or damaged made again, and remove what nothing names"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON on standard output")
+    parser.set_defaults(handler=run_fsck)
     parser = subparsers.add_parser("audit", help="score a part of a pulled cache again, and compare")
     parser.add_argument("path", type=Path, metavar="PATH", help="a folder that pull made, or a shard")
     parser.add_argument("--teacher", required=True, metavar="PATH", help="the teacher's folder or hub id")
@@ -93,6 +100,32 @@ def run_token_revoke(args: argparse.Namespace) -> int:
     token = _records(args).revoke_token(args.id)
     print(f"the token {token.id} of {token.owner} opens nothing any more")
     return 0
+
+
+def run_fsck(args: argparse.Namespace) -> int:
+    """Say what was found; exit code 6 where something is wrong that was not repaired."""
+    from ..format_spec.codes import EXIT_INTEGRITY
+    from ..format_spec.output import print_fields, print_json
+    from ..format_spec.progress import counting
+    from .data_dir import DataDir, ServerLock
+    from .fsck import fsck
+    from .settings import load_settings
+    from .sqlite_meta import SqliteMeta
+    from .store import LocalStore
+
+    data_dir = DataDir(load_settings(data_dir=args.data_dir).data_dir)
+    with ServerLock(data_dir.root), counting("reading", "blobs") as report:
+        meta = SqliteMeta(data_dir.database)
+        found = fsck(LocalStore(data_dir.root), meta, repair=args.repair, report=report)
+    if args.json:
+        print_json(found.to_json())
+    else:
+        counts = {name: len(value) if isinstance(value, list) else value for name, value in found.to_json().items()}
+        print_fields(counts, as_json=False)
+        for name in ("lost", "damaged"):
+            for digest in getattr(found, name):
+                print(f"{name}: {digest}")
+    return 0 if found.is_sound else EXIT_INTEGRITY
 
 
 def run_serve(args: argparse.Namespace) -> int:

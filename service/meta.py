@@ -274,6 +274,9 @@ class Meta(Protocol):
     def add_blob(self, blob: Blob, kind: str) -> None:
         """Record a blob that is durable."""
 
+    def blobs(self) -> dict[str, int]:
+        """Return the size in bytes of every blob that is recorded."""
+
     def blob_kind(self, digest: str) -> str | None:
         """Return "upload", "tokens", "shard" or "manifest", None for an unknown digest."""
 

@@ -127,6 +127,10 @@ class SqliteMeta(SqliteTasks, SqliteTokens):
         with self._db.write() as db:
             insert_blob(db, blob, kind)
 
+    def blobs(self) -> dict[str, int]:
+        """Return the size in bytes of every blob that is recorded."""
+        return {row["digest"]: row["bytes"] for row in self._db.connection.execute("SELECT digest, bytes FROM blob")}
+
     def blob_kind(self, digest: str) -> str | None:
         """Return "upload", "tokens", "shard" or "manifest", None for an unknown digest."""
         row = self._db.one("SELECT kind FROM blob WHERE digest = ?", digest)

@@ -229,6 +229,21 @@ class LocalStore:
             os.rename(path, self._quarantine / path.name)
             _fsync_folder(path.parent)
 
+    def digests(self) -> Iterator[str]:
+        """Yield the digests of all blobs that are there."""
+        for path in self._blobs.glob("??/*"):
+            yield f"sha256:{path.name}"
+
+    def quarantined(self) -> list[str]:
+        """Return the names of the files that were set aside."""
+        return [path.name for path in self._quarantine.iterdir()]
+
+    def remove(self, digest: str) -> None:
+        """Remove a blob that nothing names."""
+        path = self._path(digest)
+        path.unlink(missing_ok=True)
+        _fsync_folder(path.parent)
+
     def free_bytes(self) -> int:
         """Return how many bytes may still be written before the reserve is touched."""
         return shutil.disk_usage(self.staging).free - self.reserve
